@@ -136,3 +136,34 @@ def test_shapes_that_do_not_fit_are_refused(documents: tuple[int, ...], queries:
     with pytest.raises(ValueError):
         search(np.ones(documents, dtype=np.float32), np.ones(queries, dtype=np.float32), k=k)
     search(np.ones((5, 4), dtype=np.float32), np.ones((2, 4), dtype=np.float32), k=1)
+
+
+def test_ties_at_the_cut_are_settled_by_rank_whatever_faiss_keeps() -> None:
+    """Coordinates are small whole numbers, so that many scores tie exactly."""
+    draw = np.random.default_rng(0)
+    documents = draw.integers(-1, 2, size=(400, 6)).astype(np.float32)
+    queries = draw.integers(-1, 2, size=(60, 6)).astype(np.float32)
+    ranks = draw.permutation(400)
+    scores, rows = search(documents, queries, k=10, tie_ranks_D=ranks)
+    exact = queries @ documents.T
+    expected = np.array([np.lexsort((ranks, -each))[:10] for each in exact])
+    assert [set(row) for row in rows.tolist()] == [set(row) for row in expected.tolist()]
+    np.testing.assert_array_equal(scores, np.take_along_axis(exact, expected, axis=1))
+    np.testing.assert_array_equal(np.take_along_axis(exact, rows, axis=1), scores)
+    _, unsettled = search(documents, queries, k=10)
+    assert [set(row) for row in unsettled.tolist()] != [set(row) for row in expected.tolist()], "the test can fail"
+    for k in (399, 400, 500):
+        whole = search(documents, queries, k=k, tie_ranks_D=ranks)[1]
+        assert [set(row) for row in whole.tolist()] == [set(np.lexsort((ranks, -each))[:k].tolist()) for each in exact]
+
+
+def test_equal_vectors_tie_wherever_they_stand() -> None:
+    documents, queries = vectors(501, 96), vectors(40, 96, seed=1)
+    documents[::7] = documents[3]
+    queries[:] = documents[3]
+    ranks = np.random.default_rng(2).permutation(501)
+    for k in (1, 5, 50):
+        _, rows = search(documents, queries, k=k, tie_ranks_D=ranks)
+        copies = np.flatnonzero((documents == documents[3]).all(axis=1))
+        expected = copies[np.argsort(ranks[copies])][:k]
+        assert [sorted(row) for row in rows.tolist()] == [sorted(expected.tolist())] * 40

@@ -123,6 +123,20 @@ def test_intervals_hold_the_truth_and_know_that_pairs_of_one_query_resemble_each
     assert too_narrow < held
 
 
+def test_the_interval_of_average_precision_holds_the_truth_for_50_pairs() -> None:
+    def sample(rng: np.random.Generator, count: int) -> tuple[GradedPairs, dict[str, Any]]:
+        truth_P = (rng.random(count) < 0.5).astype(np.float64)
+        return pairs_of(truth_P, kind="pair"), {"model": truth_P + rng.normal(size=count)}
+
+    rng = np.random.default_rng(7)
+    truth, held = value(measure_pairs(*sample(rng, 200_000), draws=1), "average precision"), 0
+    for _ in range(300):
+        found = measure_pairs(*sample(rng, 50), draws=100).estimates["model"]["average precision"]
+        held += found.low <= truth <= found.high
+        assert 0.0 <= found.low <= found.value <= found.high <= 1.0
+    assert held >= 280, "285 are expected; of percentiles 266 do"
+
+
 def test_pairs_of_one_query_have_no_interval() -> None:
     pairs = pairs_of([1.0, 0.0, 1.0], kind="pair", per_query=3)
     models = {"a": np.array([3, 2, 1], dtype=np.float32), "b": np.array([3, 1, 2], dtype=np.float32)}

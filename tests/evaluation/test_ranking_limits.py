@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from vembed.batch import Ragged
 from vembed.data.retrieval import RetrievalData
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.provenance import changed_parts, task_key
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
+    from vembed.evaluation.result import EvaluationResult
 
 NUM = 300
 TASK = RetrievalData(
@@ -74,6 +76,26 @@ def test_a_plain_set_asks_for_one_hit_more_than_the_depth() -> None:
     assert RunBuilder(TASK).hits_wanted == 101
     assert RunBuilder(replace(TASK, excluded={"q": frozenset({"d1", "d2"})})).hits_wanted == 103
     assert RunBuilder(replace(TASK, candidates={"q": frozenset({"d1"})})).hits_wanted == NUM
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_order_of_the_corpus_decides_nothing_among_equal_scores(several: bool) -> None:
+    """60 documents share each of 5 vectors, so that the end of every list cuts through equal scores."""
+
+    def alike(items: Sequence[Item], side: Side) -> NDArray[np.float32] | Ragged:
+        vectors = encode([str(int(str(item)) % 5) for item in items], side)
+        return Ragged(vectors, np.arange(len(vectors) + 1)) if several else vectors
+
+    def found(order: list[str]) -> EvaluationResult:
+        task = replace(TASK, documents={name: TASK.documents[name] for name in order})
+        return evaluate(alike, task, EvaluationOptions(system="s", ks=(1, 10), depth=10))
+
+    names = list(TASK.documents)
+    first, *others = (found(order) for order in (names, names[::-1], sorted(names)))
+    equal = sorted((name for name in names if int(name[1:]) % 5 == 0), reverse=True)
+    assert [name for name, _ in first.run["q"]] == equal[:10], "as trec_eval orders them"
+    for other in others:
+        assert (other.run, other.metrics) == (first.run, first.metrics)
 
 
 @pytest.mark.parametrize("field", ["excluded", "candidates", "cutoffs"])

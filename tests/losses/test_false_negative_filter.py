@@ -16,6 +16,7 @@ from vembed.errors import ConfigError
 from vembed.losses.cells import positive_mask
 from vembed.losses.filters import FalseNegativeFilter
 from vembed.losses.infonce import InfoNCE
+from vembed.losses.streamed import StreamedBatch
 from vembed.losses.tiles import Prefixes
 
 KINDS = ["one direction", "both directions", "hardest", "sigmoid", "triplet", "hardest triplet", "cosent"]
@@ -93,3 +94,23 @@ def test_named_negatives_are_not_filtered() -> None:
             None,
             ["model_name=m", "loss_type=triplet", "triplet_negatives=listed", "false_negative_filter=threshold"],
         )
+
+
+@pytest.mark.parametrize("by", ["threshold", "teacher"])
+def test_rounding_does_not_decide_about_copies_of_the_positive(by: Any) -> None:
+    """At a margin of 0 a document as similar as the positive stays a negative, whatever tile its product falls into."""
+    torch.manual_seed(0)
+    case = taught(plain(24, 72))
+    rows = torch.nn.functional.normalize(torch.randn(24, 384), dim=-1)
+    d_DE = torch.cat([rows, rows, torch.nn.functional.normalize(torch.randn(24, 384), dim=-1)])
+    q_QE = torch.nn.functional.normalize(rows + 0.2 * torch.randn(24, 384), dim=-1)
+    structure = replace(case.structure, teacher_Q=q_QE, teacher_D=d_DE)
+    rule = FalseNegativeFilter(by, 0.0, relative=True)
+    assert not rule.found(structure, q_QE @ d_DE.T, positive_mask(structure)).any()
+    losses = []
+    for options in ({}, *({"negative_filter": rule, "tile_size": size} for size in (5, 7, 64))):
+        loss, batch = InfoNCE(temperature=0.05, **options), StreamedBatch(q_QE, d_DE, structure)
+        statistics = loss.statistics(batch) if loss.needs_statistics else None
+        losses += [float(loss(q_QE, d_DE, structure)), float(loss.gradients(batch, statistics).loss)]
+    assert max(losses) - min(losses) < 1e-5
+    assert min(losses) > 0.6, "each query has a copy of its positive among its negatives"

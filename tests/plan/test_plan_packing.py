@@ -50,4 +50,6 @@ def test_the_users_word_wins_and_on_a_cpu_it_has_a_price() -> None:
     assert not planned("1xA100-80GB", PACKABLE, "packing=false").packing
     assert reason(planned("1xA100-80GB", PACKABLE, "packing=true"), "packing").endswith("; as set")
     assert on_a_cpu("packing=true").packing
-    assert "a slow reference" in reason(on_a_cpu("packing=true"), "packing")
+    price = reason(on_a_cpu("packing=true"), "packing")
+    assert "a slow reference, which takes more memory than predicted" in price
+    assert "predicted" not in reason(planned("1xA100-80GB", PACKABLE, "packing=true"), "packing")

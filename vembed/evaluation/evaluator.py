@@ -1,7 +1,8 @@
 """Evaluate an encoder on a retrieval task: encode, search, score.
 
-The same vectors give the same result, bit for bit: nothing here draws a random number. Among documents whose scores tie
-exactly at the end of the list, the index decides which are kept; those kept stand in trec_eval's order.
+The same vectors give the same result, bit for bit: nothing here draws a random number. Of documents whose scores tie
+exactly at the end of the list, exact search keeps those that come first in trec_eval's order; another index decides
+itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vembed.evaluation.encode import rows_of, values_of
 from vembed.evaluation.graded_values import measured, pair_similarities, query_values
 from vembed.evaluation.index import check_finite, search
 from vembed.evaluation.maxsim import search_maxsim
-from vembed.evaluation.metrics import DEFAULT_KS, trec_order
+from vembed.evaluation.metrics import DEFAULT_KS, tie_ranks, trec_order
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
 
@@ -104,11 +105,17 @@ def search_task(given: EncodedTask, options: EvaluationOptions) -> EvaluationRes
     builder = given.builder
     started = time.perf_counter()
     queries = given.queries if given.asking is None else rows_of(given.queries, given.asking)
+    document_ids = list(given.task.documents)
     scores_Qk, rows_Qk = search_vectors(
-        given.documents, queries, k=builder.hits_wanted, factory=options.index_factory, poll=options.poll
+        given.documents,
+        queries,
+        k=builder.hits_wanted,
+        factory=options.index_factory,
+        tie_ranks_D=tie_ranks(document_ids),
+        poll=options.poll,
     )
     seconds = given.seconds + time.perf_counter() - started
-    add_hits(builder, list(given.task.documents), scores_Qk, rows_Qk)
+    add_hits(builder, document_ids, scores_Qk, rows_Qk)
     notes = [] if options.index_factory == EXACT else [approximate_note(options.index_factory)]
     return builder.result(options.system, seconds=seconds, notes=notes)
 
@@ -148,9 +155,18 @@ def _graded_result(given: EncodedTask, options: EvaluationOptions) -> Evaluation
 
 
 def search_vectors(
-    documents: Vectors, queries: Vectors, *, k: int, factory: str = EXACT, poll: Callable[[], None] | None = None
+    documents: Vectors,
+    queries: Vectors,
+    *,
+    k: int,
+    factory: str = EXACT,
+    tie_ranks_D: NDArray[np.int64] | None = None,
+    poll: Callable[[], None] | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Search rows of one vector with FAISS, and rows of several by exact MaxSim.
+
+    Args:
+        tie_ranks_D: Of exact search: which of equal scores are kept at the cut, the lowest ranks first.
 
     Returns:
         Scores (Q, k) float32 and document rows (Q, k) int64, best first.
@@ -162,10 +178,10 @@ def search_vectors(
     if isinstance(documents, Ragged) and isinstance(queries, Ragged):
         if factory != EXACT:
             raise ConfigError(f"{factory!r}: an index holds one vector per row, and these have several; use {EXACT!r}")
-        return search_maxsim(documents, queries, k=k, poll=poll)
+        return search_maxsim(documents, queries, k=k, tie_ranks_D=tie_ranks_D, poll=poll)
     assert not isinstance(documents, Ragged)
     assert not isinstance(queries, Ragged)
-    return search(documents, queries, k=k, factory=factory, poll=poll)
+    return search(documents, queries, k=k, factory=factory, tie_ranks_D=tie_ranks_D, poll=poll)
 
 
 def add_hits(

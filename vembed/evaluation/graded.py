@@ -8,7 +8,9 @@
    and ranks under weights need no new sort.
 
 Simulated with ties and correlations of 0.3 and 0.8, the percentile interval holds the truth in 91 to 95% of samples of
-50 to 200 queries. It speaks of other queries of the same kind, not of other training seeds.
+50 to 200 queries. Of average precision it does so in 89 to 91% of samples of 50 pairs: there the interval is Student's
+on the log odds, by the spread of the draws, and holds it in 95%. Intervals speak of other queries of the same kind, not
+of other training seeds.
 Shape legend: P pairs, Q distinct queries, V distinct values, M models, N draws.
 Source: Efron & Tibshirani, An Introduction to the Bootstrap (1993); Field & Welsh (2007) for whole clusters.
 """
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
 
 MEASURES: dict[PairKind, tuple[str, ...]] = {"grade": ("spearman",), "pair": ("average precision", "ROC AUC")}
 """What is measured; the first decides."""
+
+LEAST_PRECISION = 1e-3
+"""Least distance of an average precision from 0 and 1 for its log odds, which are infinite there."""
 
 DRAWS = 2000
 SEED = 0
@@ -150,6 +155,8 @@ def measure_pairs(
     estimates, verdicts = {}, {}
     for place, model in enumerate(similarities):
         bounds = [_bounds(drawn_NMK[:, place, measure]) for measure in range(len(names))]
+        if pairs.kind == "pair":
+            bounds[0] = _odds_bounds(float(values_MK[place, 0]), drawn_NMK[:, place, 0], num_queries)
         estimates[model] = {
             name: Estimate(float(value), *each)
             for name, value, each in zip(names, values_MK[place], bounds, strict=True)
@@ -168,6 +175,16 @@ def _bounds(drawn_N: NDArray[np.float64]) -> tuple[float, float]:
     tail = (1.0 - CONFIDENCE) / 2.0
     low, high = np.nanquantile(drawn_N, (tail, 1.0 - tail))
     return round(float(low), FLOAT_NOISE_DECIMALS), round(float(high), FLOAT_NOISE_DECIMALS)
+
+
+def _odds_bounds(precision: float, drawn_N: NDArray[np.float64], num_queries: int) -> tuple[float, float]:
+    """Return the 95% interval of an average precision by Student's t on its log odds, as far as these are finite."""
+    from scipy.special import expit, logit, stdtrit  # only where pairs are measured
+
+    odds, *odds_N = logit(np.clip([precision, *drawn_N], LEAST_PRECISION, 1.0 - LEAST_PRECISION))
+    half = stdtrit(max(1, num_queries - 1), (1.0 + CONFIDENCE) / 2.0) * np.nanstd(odds_N)
+    low, high = expit([odds - half, odds + half]).tolist()
+    return min(low, precision), max(high, precision)
 
 
 class _Ordered:

@@ -36,6 +36,7 @@ def search(
     *,
     k: int,
     factory: str = "Flat",
+    tie_ranks_D: NDArray[np.int64] | None = None,
     query_batch: int = 1024,
     poll: Callable[[], None] | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -43,6 +44,7 @@ def search(
 
     Args:
         k: Hits per query; clipped to D.
+        tie_ranks_D: With "Flat", see `ExactIndex`.
         poll: Called before each batch of queries; it may raise, e.g. `PreemptedError`.
 
     Returns:
@@ -59,23 +61,47 @@ def search(
         raise ValueError(f"k is {k} and query_batch is {query_batch}; both are at least 1.")
     check_finite(document_vectors_DE, "document")
     check_finite(query_vectors_QE, "query")
-    index = ExactIndex(document_vectors_DE) if factory == "Flat" else build_index(document_vectors_DE, factory)
+    exact = factory == "Flat"
+    index = ExactIndex(document_vectors_DE, tie_ranks_D) if exact else build_index(document_vectors_DE, factory)
     return search_index(index, query_vectors_QE, k=k, query_batch=query_batch, poll=poll)
 
 
 class ExactIndex:
-    """Vectors that are searched as a "Flat" index searches its copy of them, bit for bit."""
+    """Vectors that are searched as a "Flat" index searches its copy of them, bit for bit.
 
-    def __init__(self, vectors_DE: NDArray[np.float32]) -> None:
+    Args:
+        vectors_DE: In memory or mapped.
+        tie_ranks_D: Which of equal scores at the cut are among the k best: those of the lowest ranks. None leaves it to
+            FAISS, which follows no rule.
+    """
+
+    def __init__(self, vectors_DE: NDArray[np.float32], tie_ranks_D: NDArray[np.int64] | None = None) -> None:
         self._vectors_DE = np.ascontiguousarray(vectors_DE)
+        self._tie_ranks_D = tie_ranks_D
         self.ntotal = len(vectors_DE)
 
     def search(self, queries_QE: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return scores and rows of the k best vectors of each query."""
+        more = int(self._tie_ranks_D is not None and k < self.ntotal)  # one score behind the cut tells of a tie there
         found: tuple[NDArray[np.float32], NDArray[np.int64]] = faiss.knn(
-            queries_QE, self._vectors_DE, k, metric=faiss.METRIC_INNER_PRODUCT
+            queries_QE, self._vectors_DE, k + more, metric=faiss.METRIC_INNER_PRODUCT
         )
-        return found
+        if not more:
+            return found
+        scores_Qk, rows_Qk = found[0][:, :k], found[1][:, :k]
+        for query in np.flatnonzero(found[0][:, k - 1] == found[0][:, k]).tolist():
+            scores_Qk[query], rows_Qk[query] = self._ties_settled(queries_QE[query], k)
+        return scores_Qk, rows_Qk
+
+    def _ties_settled(self, query_E: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return scores and rows of the k best of all vectors, (k,); of equal scores those of the lowest tie ranks."""
+        assert self._tie_ranks_D is not None
+        # Unlike a BLAS, einsum adds up every row in the same order, so that equal vectors have equal scores.
+        scores_D = np.einsum("de,e->d", self._vectors_DE, query_E)
+        last = np.partition(scores_D, -k)[-k]
+        rows = np.flatnonzero(scores_D >= last)
+        rows = rows[np.lexsort((self._tie_ranks_D[rows], -scores_D[rows]))[:k]]
+        return scores_D[rows], rows
 
 
 def search_index(

@@ -3,7 +3,7 @@
     score(q, d) = sum over the vectors of q of the largest inner product with a vector of d
 
 The corpus is swept once in blocks of whole documents for a batch of queries, so that memory is one block of products
-and k hits per query, whatever the size of the corpus. Among equal scores the document that stands first is kept.
+and k hits per query, whatever the size of the corpus. Among equal scores documents are kept by their tie ranks.
 
 Source: Khattab & Zaharia, 2020, "ColBERT".
 Shape legend: Q queries, D documents, k hits per query, V and W vectors of a batch of queries and a block of documents.
@@ -33,12 +33,18 @@ MERGED_DOCUMENTS = 2048
 
 
 def search_maxsim(
-    documents: Ragged, queries: Ragged, *, k: int, poll: Callable[[], None] | None = None
+    documents: Ragged,
+    queries: Ragged,
+    *,
+    k: int,
+    tie_ranks_D: NDArray[np.int64] | None = None,
+    poll: Callable[[], None] | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return the k documents with the largest MaxSim score for each query, best first.
 
     Args:
         documents: Vectors of each document, values (all vectors, E), at least one vector a row.
+        tie_ranks_D: Of equal scores the document of the lowest rank stands first; None: that of the first row.
 
     Returns:
         Scores (Q, k) float32 and document rows (Q, k) int64.
@@ -55,6 +61,7 @@ def search_maxsim(
     if k < 1 or num_documents == 0:
         raise ValueError(f"k is {k} and there are {num_documents} documents; both are at least 1.")
     k = min(k, num_documents)
+    tie_ranks_D = np.arange(num_documents) if tie_ranks_D is None else tie_ranks_D
     scores_Qk = np.empty((num_queries, k), dtype=np.float32)
     rows_Qk = np.empty((num_queries, k), dtype=np.int64)
     for batch in _blocks(queries, QUERY_VECTORS):
@@ -69,7 +76,7 @@ def search_maxsim(
             best = np.concatenate([best, *waiting], axis=1)
             numbers = np.broadcast_to(np.arange(first, block.stop), (len(best), block.stop - first))
             found_rows, waiting, first = np.concatenate([found_rows, numbers], axis=1), [], block.stop
-            order = np.argsort(-best, axis=1, kind="stable")[:, :k]  # stable: of equal scores the first document
+            order = np.lexsort((tie_ranks_D[found_rows], -best), axis=1)[:, :k]
             best = np.take_along_axis(best, order, axis=1)
             found_rows = np.take_along_axis(found_rows, order, axis=1)
         scores_Qk[batch], rows_Qk[batch] = best, found_rows

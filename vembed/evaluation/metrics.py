@@ -29,6 +29,8 @@ from vembed.registry import METRICS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     Metric: TypeAlias = Callable[[Sequence[int], Sequence[int], int], float]
 
 HEADLINE = ("ndcg@10", "recall@1", "mrr@10", "map@100")
@@ -91,6 +93,13 @@ def trec_order(scored: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], 
         reverse=True,
     )
     return tuple(pair for _, _, pair in keyed)
+
+
+def tie_ranks(document_ids: Sequence[str]) -> NDArray[np.int64]:
+    """Return each document's place among equal scores (D,), 0 for the first, as `trec_order` has it."""
+    ranks_D = np.empty(len(document_ids), dtype=np.int64)
+    ranks_D[sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True)] = np.arange(len(document_ids))
+    return ranks_D
 
 
 def with_relevant(qrels: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:

@@ -5,6 +5,8 @@ negative of query i where
 
     s_ij > t_i - margin            or, relative,            s_ij > t_i - margin |t_i|
 
+A similarity within `ROUNDING` of that limit counts as equal to it: the same product rounds otherwise in another tile,
+and with a margin of 0 that would decide about copies of the positive, which stay negatives.
 Similarities are the model's own, each prefix's by itself, or those of a teacher's vectors. The choice has no gradient.
 Positives are never left out. Streamed, a tile's own logits are compared, or one more product gives the teacher's.
 
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
     from vembed.losses.tiles import SimilarityTiles
 
 
+ROUNDING = 1e-4
+"""Of a similarity, or of 1 where that is larger; products in TF32 of unit vectors differ by less."""
+
+
 @dataclass(frozen=True, slots=True)
 class FalseNegativeFilter:
     """Who finds false negatives, and how near to the positive's similarity they begin."""
@@ -58,7 +64,8 @@ class FalseNegativeFilter:
             best: The highest similarity of each query's positives, -inf without any.
         """
         below = best.abs() * self.margin if self.relative else self.margin
-        return torch.where(best == -math.inf, math.inf, best - below)
+        rounding = ROUNDING * best.abs().clamp_min(1.0)
+        return torch.where(best == -math.inf, math.inf, best - below + rounding)
 
     def found(self, structure: BatchStructure, similarity_QD: Tensor, positive_QD: Tensor) -> Tensor:
         """Return the false negatives of a whole batch, bool (Q, D): the definition."""

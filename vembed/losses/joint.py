@@ -9,7 +9,8 @@ For query i with positives P(i) and negatives N(i), s the logit scale and each l
 
     L_i = log Z_i - log sum over p in P(i) of exp(s <q_i, d_p>)
 
-Queries that have one content or share a positive don't compete, nor do documents of one query, nor what is masked.
+A query doesn't compete with itself, nor do documents of one query. With `mask_false_negatives` neither do queries that
+have one content or share a positive, documents of one content, nor what is masked; without it they do.
 
 1. Sweep the tiles of all three matrices: sums of the rows of queries, and of the columns and rows of documents. Ranks
    merge them, so that every rank knows each Z.

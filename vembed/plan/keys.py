@@ -65,7 +65,7 @@ class BatchKeys(Section):
         "auto",
         "Lay the rows of an encoder call end to end instead of padding them; attention stays in each row. auto does "
         "where the device has a fast operator for it and the model's type is proven to compute the same. On a CPU true "
-        "is a slow reference: attention weighs all pairs of a call's tokens.",
+        "is a slow reference: attention weighs all pairs of a call's tokens, in more memory than the plan predicts.",
     )
     oom_retry: bool = key(
         True,

@@ -28,5 +28,8 @@ def plan_packing(keys: BatchKeys, machine: Machine, model: ModelSize) -> tuple[b
         given = "; as set" if keys.packing is True else ""
         return True, f"packing true: the rows of a call lie end to end instead of being padded to the longest{given}"
     if keys.packing is True:
-        return True, "packing true: as set; on a CPU attention weighs all pairs of a call's tokens: a slow reference"
+        return True, (
+            "packing true: as set; on a CPU attention weighs all pairs of a call's tokens: a slow reference, which "
+            "takes more memory than predicted, as the prediction is of padded rows"
+        )
     return False, "packing false: a CPU has no fast operator for rows that lie end to end, so they are padded"

@@ -42,7 +42,7 @@ from vembed.evaluation.bm25 import SYSTEM as BM25
 from vembed.evaluation.directions import asking_rows, sides_agree
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.evaluation.evaluator import EXACT, add_hits, approximate_note
-from vembed.evaluation.metrics import DEFAULT_KS
+from vembed.evaluation.metrics import DEFAULT_KS, tie_ranks
 from vembed.evaluation.provenance import digest, model_key, task_key, vectors_key
 from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
 from vembed.models.load import load_encoder
@@ -295,6 +295,7 @@ class _SetRun:
             "ks": list(self._run.options.ks),
             "depth": self._run.options.depth,
             "faiss": faiss.__version__,
+            "ties": "as trec_eval orders them",  # what was kept before has those that FAISS chose
         }
         vectors = {
             f"{side} {name}": value
@@ -310,10 +311,11 @@ class _SetRun:
         queries, query_facts = self._queries.get()
         builder, poll = self._builder(), self._run.options.poll
         started = time.perf_counter()
-        searcher = build_searcher(documents, variant)
+        document_ids = list(self._task.documents)
+        searcher = build_searcher(documents, variant, tie_ranks(document_ids))
         scores_Qk, rows_Qk = searcher.search(queries, k=builder.hits_wanted, poll=poll)
         seconds = time.perf_counter() - started + document_facts.seconds + query_facts.seconds
-        add_hits(builder, list(self._task.documents), scores_Qk, rows_Qk)
+        add_hits(builder, document_ids, scores_Qk, rows_Qk)
         notes = [*self._truncated_notes(document_facts, query_facts), *_variant_notes(variant, documents)]
         result = builder.result(self._run.system, seconds=seconds, notes=notes)
         if not variant.is_reference:

@@ -20,7 +20,7 @@ import numpy as np
 from vembed.batch import Ragged
 from vembed.evaluation.encode import rows_of
 from vembed.evaluation.evaluator import EXACT
-from vembed.evaluation.index import build_index
+from vembed.evaluation.index import ExactIndex, build_index
 from vembed.evaluation.maxsim import search_maxsim
 from vembed.evaluation.quantized import quantized_index, rescore, search_quantized
 
@@ -54,7 +54,7 @@ class Timing(NamedTuple):
 class Searcher:
     """An index and what stands between it and the model's vectors."""
 
-    index: Any  # FAISS index, float or binary
+    index: Any  # FAISS index, float or binary, or an `ExactIndex`
     shortened: Callable[[NDArray[np.float32]], NDArray[np.float32]]  # keeps the dimensions that the index has
     bytes_per_document: float  # memory that the index takes for each document
     rescored: int  # candidates for each hit that are ranked by the full vectors; 0 for none
@@ -81,6 +81,7 @@ class MaxSimSearcher:
     """The same for documents of several vectors each, compared by exact MaxSim."""
 
     documents: Ragged
+    tie_ranks_D: NDArray[np.int64] | None = None  # as `search_maxsim` takes them
     rescoring_bytes: float = 0.0
 
     @property
@@ -92,7 +93,7 @@ class MaxSimSearcher:
         self, queries: Ragged, *, k: int, poll: Callable[[], None] | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return scores and rows of the k best documents, (Q, k) each."""
-        return search_maxsim(self.documents, queries, k=k, poll=poll)
+        return search_maxsim(self.documents, queries, k=k, tie_ranks_D=self.tie_ranks_D, poll=poll)
 
 
 def time_queries(searcher: Any, queries: Vectors, *, k: int, poll: Callable[[], None] | None = None) -> Timing:
@@ -120,14 +121,17 @@ def time_queries(searcher: Any, queries: Vectors, *, k: int, poll: Callable[[], 
     return Timing(p50, p95, p99, len(times))
 
 
-def build_searcher(document_vectors_DE: Vectors, variant: Variant) -> Any:
+def build_searcher(document_vectors_DE: Vectors, variant: Variant, tie_ranks_D: NDArray[np.int64] | None = None) -> Any:
     """Build the index of a variant.
+
+    Args:
+        tie_ranks_D: Of exact search: which of equal scores are kept at the cut, the lowest ranks first.
 
     Raises:
         ConfigError: FAISS can't build the index for these documents.
     """
     if isinstance(document_vectors_DE, Ragged):
-        return MaxSimSearcher(document_vectors_DE)
+        return MaxSimSearcher(document_vectors_DE, tie_ranks_D)
     dimension = variant.dimension
 
     def shortened(vectors_NE: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -138,9 +142,11 @@ def build_searcher(document_vectors_DE: Vectors, variant: Variant) -> Any:
     if variant.precision != "float32":
         index = quantized_index(documents_DE, variant.precision)
         size = float(index.code_size)
+    elif variant.index == EXACT:
+        index, size = ExactIndex(documents_DE, tie_ranks_D), 4.0 * dim
     else:
         index = build_index(documents_DE, variant.index)
-        size = 4.0 * dim if variant.index == EXACT else _written_bytes(index) / len(documents_DE)
+        size = _written_bytes(index) / len(documents_DE)
     return Searcher(index, shortened, size, variant.rescored, document_vectors_DE)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import tarfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -348,3 +349,44 @@ def test_every_sample_comes_once_an_epoch_and_in_the_same_order_after_a_stop(
 def test_a_corpus_is_no_shard(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="unknown kind of file"):
         Corpus(write(tmp_path / "a.tar", captions(1)))
+
+
+def extended(*bodies: bytes) -> bytes:
+    """Return the bytes of a member behind some extended headers."""
+
+    def part(name: str, kind: bytes, body: bytes) -> bytes:
+        info = tarfile.TarInfo(name)
+        info.type, info.size = kind, len(body)
+        return info.tobuf(tarfile.USTAR_FORMAT) + body + bytes(-len(body) % 512)
+
+    return b"".join(part("x", tarfile.XHDTYPE, body) for body in bodies) + part("1.txt", tarfile.REGTYPE, b"abc")
+
+
+def test_extended_headers_cost_what_their_bytes_do(tmp_path: Path) -> None:
+    member = extended(b"6 a=b\n" * tar_shards.MAX_RECORDS)
+    (tmp_path / "many.tar").write_bytes(member * (8 * 2**20 // len(member)) + bytes(1024))
+    start = time.process_time()
+    assert sum(1 for _ in tar_shards.members(tmp_path / "many.tar")) > 1000
+    assert time.process_time() - start < 5, "it took 45 s while each record copied the rest of its header"
+
+
+@pytest.mark.parametrize(
+    ("bodies", "reason"),
+    [
+        ([b"6 a=b\n" * (tar_shards.MAX_RECORDS + 1)], "over 1,000 records"),
+        ([b"6 a=b\n"] * (tar_shards.MAX_EXTENDED_HEADERS + 1), "over 16 extended headers"),
+        ([b"7 a=b\n"], "no whole record at its byte 0"),
+        ([b"6 a=b\n6 a=b\nx"], "broken extended header"),
+        ([b"0 a=b\n"], "no whole record"),
+        ([b"-6 a=b\n"], "no whole record"),
+    ],
+)
+def test_bent_extended_headers_are_refused(tmp_path: Path, bodies: list[bytes], reason: str) -> None:
+    (tmp_path / "bent.tar").write_bytes(extended(*bodies) + bytes(1024))
+    with pytest.raises(DataError, match=reason):
+        list(tar_shards.members(tmp_path / "bent.tar"))
+
+
+def test_the_last_of_two_extended_names_counts(tmp_path: Path) -> None:
+    (tmp_path / "named.tar").write_bytes(extended(b"14 path=a.txt\n", b"14 path=b.txt\n\0\0") + bytes(1024))
+    assert [member.name for member in tar_shards.members(tmp_path / "named.tar")] == ["b.txt"]

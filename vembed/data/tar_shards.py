@@ -33,6 +33,12 @@ PIECE_BYTES = 2**20
 MAX_EXTENDED_BYTES = 2**20
 """Longest extended header (long names); nothing else in a header needs room."""
 
+MAX_EXTENDED_HEADERS = 16
+"""Of one member. Writers give a member one or two."""
+
+MAX_RECORDS = 1000
+"""Of one extended header. Writers give a dozen, and one for each extended attribute of a file."""
+
 PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
 COLUMN_OF = {"txt": "text", "cls": "label", **dict.fromkeys(PICTURES, "image")}
 """The column of a member `KEY.EXTENSION`; `KEY.COLUMN.EXTENSION` names its own. `KEY.json` holds columns."""
@@ -180,7 +186,7 @@ def members(path: Path) -> Iterator[Member]:
         shard = memoryview(MappedFile.of(path))
     except ValueError as error:
         raise DataError(f"{path.name}: the shard is empty") from error
-    at, extended = 0, dict[str, str]()
+    at, extended, num_extended = 0, dict[str, str](), 0
     while True:
         header = _header(path, shard, at)
         if header is None:
@@ -197,9 +203,14 @@ def members(path: Path) -> Iterator[Member]:
             raise _refused(path, name, f"the shard is truncated: it ends at byte {len(shard):,}, the member at {end:,}")
         at = begin + -(-size // BLOCK_BYTES) * BLOCK_BYTES
         if kind in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME):
+            num_extended += 1
+            if num_extended > MAX_EXTENDED_HEADERS:
+                raise DataError(
+                    f"{path.name}: byte {begin:,}: a member with over {MAX_EXTENDED_HEADERS} extended headers"
+                )
             extended |= _extended(path, kind, shard[begin:end])
             continue
-        extended = {}
+        extended, num_extended = {}, 0
         if kind == tarfile.DIRTYPE:
             continue
         if kind not in _REGULAR:
@@ -231,19 +242,24 @@ def _extended(path: Path, kind: bytes, data: memoryview) -> dict[str, str]:
     try:
         if kind == tarfile.GNUTYPE_LONGNAME:
             return {"path": bytes(data).rstrip(b"\0").decode()}
-        rest, found = bytes(data), dict[str, str]()
-        while rest.strip(b"\0"):
-            length = int(rest.partition(b" ")[0])
-            record = rest[:length].partition(b" ")[2].decode()
-            if not 5 <= length <= len(rest) or not record.endswith("\n"):
-                raise ValueError(record)
-            name, _, value = record[:-1].partition("=")
-            found[name] = value
-            rest = rest[length:]
+        content, at, values = bytes(data).rstrip(b"\0"), 0, dict[str, str]()
+        # Each record is "LENGTH NAME=VALUE\n"; one pass, so the cost grows with the bytes and not with their square.
+        for _ in range(MAX_RECORDS + 1):
+            if at == len(content):
+                break
+            space = content.index(b" ", at, at + 20)
+            end = at + int(content[at:space])
+            if not space < end <= len(content) or content[end - 1 : end] != b"\n":
+                raise ValueError(f"no whole record at its byte {at:,}")
+            name, _, value = content[space + 1 : end - 1].decode().partition("=")
+            values[name] = value
+            at = end
+        else:
+            raise ValueError(f"over {MAX_RECORDS:,} records")
     except ValueError as error:
         raise DataError(f"{path.name}: a broken extended header: {error}") from error
-    telling = {name: value for name, value in found.items() if name in {"path", "size"}}
-    if any(name.startswith("GNU.sparse") for name in found) or "linkpath" in found:
+    telling = {name: value for name, value in values.items() if name in {"path", "size"}}
+    if any(name.startswith("GNU.sparse") for name in values) or "linkpath" in values:
         raise DataError(f"{path.name}: it holds a link or a sparse file, and shards hold regular files")
     if telling and kind == tarfile.XGLTYPE:
         raise DataError(f"{path.name}: a header names all members alike")

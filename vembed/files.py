@@ -9,6 +9,7 @@ import shutil
 import stat
 from contextlib import contextmanager
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -128,6 +129,10 @@ def disk_error(error: Exception) -> OSError | None:
     known = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
     code = next((code for code in known if os.strerror(code) in str(error)), None)
     return None if code is None else OSError(code, os.strerror(code))
+
+
+BROKEN_ARRAY = (OSError, ValueError, SyntaxError, TokenError)
+"""What numpy raises for the file of an array whose header is damaged: it is read as Python."""
 
 
 def file_sha256(path: Path) -> str:

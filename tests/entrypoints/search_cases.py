@@ -30,7 +30,7 @@ DOCUMENTS = {
     "d3": "a recipe for apple pie",
     "d4": "hostile <script>alert(1)</script> & \x1b[31m \u202e text",
 }
-FILES = {"vectors.npy", "ids.jsonl", "index.faiss", "meta.json"}
+FILES = {"vectors.npy", "ids.jsonl", "index.faiss", "meta.json", "checksums.json"}
 PICTURE_FILES = FILES | {"thumbnails.bin", "thumbnails.npy", "probe.npy"}
 
 

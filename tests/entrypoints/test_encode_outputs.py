@@ -116,7 +116,7 @@ def test_messages_about_a_table_name_it_and_not_where_it_was_unpacked(bag: Path,
 
 def test_a_table_of_a_later_format_or_a_damaged_one_is_told_by_its_name(table: Path, tmp_path: Path) -> None:
     later = with_facts(table, tmp_path / "later.parquet", format_version=9, model={}, file_bytes=None)
-    with pytest.raises(vembed.DataError, match=rf"^{later}: format version 9 .* update vembed"):
+    with pytest.raises(vembed.ConfigError, match=rf"^{later}: format version 9 .* update vembed"):
         vembed.open_index(later)
     less = tmp_path / "less.parquet"
     pq.write_table(pq.read_table(table).drop_columns(["vector"]), less)
@@ -125,8 +125,14 @@ def test_a_table_of_a_later_format_or_a_damaged_one_is_told_by_its_name(table: P
     content[100:400] = bytes(300)
     damaged.write_bytes(content)
     for path in (less, damaged):
-        with pytest.raises(vembed.DataError, match=rf"^{path} is broken: .*; encode the corpus again$"):
+        with pytest.raises(vembed.ConfigError, match=rf"^{path} is broken: .*; encode the corpus again$"):
             vembed.open_index(path)
     other = with_facts(table, tmp_path / "other.parquet", num_documents=3)
-    with pytest.raises(vembed.DataError, match=rf"^{other}: ids\.jsonl is broken: 4 lines for 3 documents"):
+    with pytest.raises(vembed.ConfigError, match=rf"^{other}: ids\.jsonl is broken: 4 lines for 3 documents"):
         vembed.open_index(other)
+    rows = pq.read_table(table)
+    texts = pa.array([text.replace("apple", "applf") for text in rows["text"].to_pylist()])
+    bent = tmp_path / "bent.parquet"
+    pq.write_table(rows.set_column(1, "text", texts).replace_schema_metadata(rows.schema.metadata), bent)
+    with pytest.raises(vembed.ConfigError, match=rf"^{bent} is broken: .*another ids\.jsonl than was written"):
+        vembed.open_index(bent)

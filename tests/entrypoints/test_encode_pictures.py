@@ -229,7 +229,7 @@ def test_equal_inputs_give_equal_bytes_whatever_the_slices(
 ) -> None:
     monkeypatch.setattr("vembed.search.documents.PICTURE_SLICE_ROWS", 3)
     vembed.build_index(clip, balls, tmp_path / "again")
-    for name in PICTURE_FILES - {"vectors.npy", "index.faiss"}:
+    for name in PICTURE_FILES - {"vectors.npy", "index.faiss", "checksums.json"}:
         assert (tmp_path / "again" / name).read_bytes() == (picture_index / name).read_bytes(), name
     np.testing.assert_allclose(
         np.load(tmp_path / "again" / "vectors.npy"), np.load(picture_index / "vectors.npy"), atol=1e-6
@@ -331,7 +331,7 @@ def test_a_damaged_file_is_named(picture_index: Path, tmp_path: Path, name: str)
     path = tmp_path / "index" / name
     content = path.read_bytes()
     path.write_bytes(content[:-1])
-    with pytest.raises(vembed.DataError, match=name):
+    with pytest.raises(vembed.ConfigError, match=name):
         SearchIndex(tmp_path / "index")
     path.write_bytes(content)
     assert len(SearchIndex(tmp_path / "index")) == 4
@@ -345,7 +345,11 @@ def test_a_thumbnail_that_is_damaged_inside_is_said_and_the_others_are_shown(
     content = path.read_bytes()
     path.write_bytes(b"<script>" + content[8:])
     index = SearchIndex(tmp_path / "index")
-    with pytest.raises(vembed.DataError, match=r"thumbnails\.bin is broken at document 0"):
+    with pytest.raises(vembed.ConfigError, match=r"thumbnails\.bin is damaged"):
+        index.thumbnail(0)
+    (tmp_path / "index" / "checksums.json").unlink()  # as in an index of an older version
+    index = SearchIndex(tmp_path / "index")
+    with pytest.raises(vembed.ConfigError, match=r"thumbnails\.bin is broken at document 0"):
         index.thumbnail(0)
     assert index.thumbnail(1) == SearchIndex(picture_index).thumbnail(1) != b""
 
@@ -356,6 +360,7 @@ def test_an_image_processor_that_changed_is_noticed(clip: Path, balls: Path, tmp
     probes = np.load(tmp_path / "index" / "probe.npy")
     assert len(probes) == 2, "a picture and a text"
     assert len(vembed.open_index(tmp_path / "index")) == 4
+    (tmp_path / "index" / "checksums.json").unlink()  # which would notice the change first
     for row in range(2):
         changed = probes.copy()
         changed[row] = np.roll(changed[row], 1)

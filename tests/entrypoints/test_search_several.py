@@ -107,7 +107,10 @@ def test_broken_offsets_and_another_reading_of_the_model_are_refused(
     starts = np.load(tmp_path / "index" / "offsets.npy")
     starts[1] = 0
     np.save(tmp_path / "index" / "offsets.npy", starts)
-    with pytest.raises(vembed.DataError, match=r"offsets\.npy is broken"):
+    with pytest.raises(vembed.ConfigError, match=r"offsets\.npy is damaged"):
+        vembed.open_index(tmp_path / "index")
+    (tmp_path / "index" / "checksums.json").unlink()  # as in an index of an older version
+    with pytest.raises(vembed.ConfigError, match=r"offsets\.npy is broken"):
         vembed.open_index(tmp_path / "index")
 
 

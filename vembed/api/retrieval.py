@@ -218,8 +218,8 @@ def open_index(
             allowed here or not at all: an index can't allow them.
 
     Raises:
-        ConfigError: The model is another one than that of the index, or there is nothing to rescore.
-        DataError: The index is missing or broken.
+        ConfigError: The index is missing or damaged, the model is another one than its own, or there is nothing to
+            rescore.
         MachineError: The model can't be reached.
     """
     refuse_unknown(options, LoadOptions, "open_index")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping  # noqa: TC003
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from vembed.batch import Side  # noqa: TC001 - read by pydantic, as Mapping and Similarity are
+from vembed.models.encoder import Similarity  # noqa: TC001
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from torch import Tensor
 
-    from vembed.batch import Side
-    from vembed.models.encoder import Encoder, Similarity
+    from vembed.models.encoder import Encoder
 
 
 @dataclass(frozen=True, slots=True)

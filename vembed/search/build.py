@@ -5,7 +5,7 @@
    store keeps a small copy of each, block by block in turn with the vectors: while the device encodes, the host copies.
    A document that is no longer what it was in step 1 ends the work.
 3. FAISS builds its index from the mapped file.
-4. meta.json is written last, and the folder takes its name.
+4. meta.json and the hashes of all files are written last, and the folder takes its name.
 
 All this happens in a hidden folder beside the output:
 
@@ -47,6 +47,7 @@ from vembed.evaluation.provenance import SAMPLE_TEXTS, model_key, vectors_key
 from vembed.evaluation.quantized import QUANTIZATIONS, index_of, write_faiss
 from vembed.files import disk_error, new_folder
 from vembed.pages.text import bytes_text
+from vembed.search.checksums import CHECKSUMS_FILE, write_checksums
 from vembed.search.documents import CorpusItems, DocumentSpans, write_documents
 from vembed.search.format import (
     DOCUMENTS_FILE,
@@ -152,7 +153,11 @@ def _publish(part: Path, output: Path, meta: IndexMeta, form: Format) -> None:
         write_table(folder, output, meta, form)
     else:
         with new_folder(output, keeps=is_others) as temporary:
-            for name in (*meta.files, META_FILE):  # they stay in the part too, until the output is whole
+            for name in (
+                *meta.files,
+                META_FILE,
+                CHECKSUMS_FILE,
+            ):  # they stay in the part too, until the output is whole
                 _link(folder / name, temporary / name)
     shutil.rmtree(part, ignore_errors=True)
 
@@ -209,6 +214,8 @@ def _write_files(part: Path, corpus: Corpus, encode: ItemEncoder, options: Build
         names = [name for name in meta.files if options.form == "index" or name != INDEX_FILE]  # no table holds it
         meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in names})
         (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")
+        if options.form == "index":
+            write_checksums(folder, (*meta.files, META_FILE))
     return meta
 
 

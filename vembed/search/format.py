@@ -3,7 +3,8 @@
     vectors.npy     (n, E) float32, row i is document i
     ids.jsonl       {"id", "text"} of document i on line i, with a picture {"id", "text", "image"}: its path
     index.faiss     a FAISS index by inner product, document i under number i
-    meta.json       model, counts, sizes of the others; written last
+    meta.json       model, counts, sizes of the others
+    checksums.json  hashes of all of them (`vembed.search.checksums`); written last
 
 where the model gives several vectors for each document (format version 3)
 
@@ -25,23 +26,24 @@ Nothing in it depends on when or where it was made: equal inputs give equal byte
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
 import vembed
-from vembed.errors import DataError
+from vembed.batch import Side  # noqa: TC001
+from vembed.errors import ConfigError
 from vembed.files import is_file
-from vembed.models.fingerprint import ModelIdentity
+from vembed.models.fingerprint import ModelIdentity  # noqa: TC001
+from vembed.search.checksums import CHECKSUMS_FILE, Checksums
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
-
-    from vembed.batch import Side
 
 VECTORS_FILE = "vectors.npy"
 DOCUMENTS_FILE = "ids.jsonl"
@@ -54,7 +56,16 @@ STARTS_FILE = "offsets.npy"
 PICTURE_FILES = (THUMBNAILS_FILE, OFFSETS_FILE, PROBE_FILE)
 TABLE = "documents"
 """Of LanceDB, where the rows are kept as one."""
-_OWN_NAMES = (META_FILE, VECTORS_FILE, DOCUMENTS_FILE, INDEX_FILE, STARTS_FILE, *PICTURE_FILES, f"{TABLE}.lance")
+_OWN_NAMES = (
+    META_FILE,
+    CHECKSUMS_FILE,
+    VECTORS_FILE,
+    DOCUMENTS_FILE,
+    INDEX_FILE,
+    STARTS_FILE,
+    *PICTURE_FILES,
+    f"{TABLE}.lance",
+)
 PROBE_TEXT = "a small red picture of 7 things"
 BLOCK_BYTES = 1 << 24
 """Of a file whose lines are counted."""
@@ -71,16 +82,16 @@ class IndexMeta:
 
     model: ModelIdentity  # the model that made the vectors
     # what the user said about the model beside its name; its queries need the same
-    model_options: Mapping[str, str | float]
+    model_options: Mapping[str, bool | int | float | str]
     source: str  # the corpus, for people
     side: Side  # which prompt the documents got
     factory: str  # FAISS index string
-    num_documents: int  # n
-    num_pictures: int  # of them, those that are or have a picture
+    num_documents: Annotated[int, Field(ge=0)]  # n
+    num_pictures: Annotated[int, Field(ge=0)]  # of them, those that are or have a picture
     num_truncated: int  # documents that were longer than the model takes and were cut
     notes: tuple[str, ...]  # what was skipped or is unusual, one plain sentence each
     file_bytes: Mapping[str, int]  # file name -> size
-    num_vectors: int | None = None  # of all documents together; None where each has one
+    num_vectors: Annotated[int, Field(ge=0)] | None = None  # of all documents together; None where each has one
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -121,16 +132,17 @@ def read_meta(folder: Path) -> IndexMeta:
     """Read meta.json and check that the files beside it are whole.
 
     Raises:
-        DataError: There is no index, it is of a later version, or a file is missing or cut.
+        ConfigError: There is no index, it is of a later version, or a file is missing or cut.
     """
     path = folder / META_FILE
     meta = parse_meta(_read_json(path), path)
+    Checksums(folder).check(META_FILE)
     for name in meta.files:
         size = meta.file_bytes.get(name, 0)
         actual = (folder / name).stat().st_size if is_file(folder / name) else None
         if actual != size:
             found = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
-            raise DataError(f"{folder / name} {found}; encode the corpus again with --overwrite")
+            raise ConfigError(f"{folder / name} {found}; encode the corpus again with --overwrite")
     return meta
 
 
@@ -141,37 +153,37 @@ def parse_meta(content: dict[str, Any], path: Path) -> IndexMeta:
         path: Where it was read, for messages.
 
     Raises:
-        DataError: It is broken, of a later version, or of something else.
+        ConfigError: It is broken, of a later version, or of something else.
     """
     if content.get("kind") != KIND:
-        raise DataError(f"{path} is of something else than an index; make one with vembed encode")
+        raise ConfigError(f"{path} is of something else than an index; make one with vembed encode")
     version = content.get("format_version")
     known = FORMAT_VERSION if content.setdefault("num_vectors", None) is None else SEVERAL_VERSION
     if version != known:
         made_by = f"vembed {content.get('vembed_version')}"
-        raise DataError(
+        raise ConfigError(
             f"{path}: format version {version} ({made_by}), but vembed {vembed.__version__} reads {known}; "
             f"update vembed, or encode the corpus again"
         )
+    known_fields = {name: content[name] for name in IndexMeta.__dataclass_fields__ if name in content}
     try:
-        values = {name: content[name] for name in IndexMeta.__dataclass_fields__}
-        values["model"] = ModelIdentity(**{name: content["model"][name] for name in ModelIdentity.__dataclass_fields__})
-        return replace(
-            IndexMeta(**values), file_bytes={name: int(size) for name, size in content["file_bytes"].items()}
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} is broken ({type(error).__name__}: {error}); encode the corpus again") from error
+        # From text, so that a list is a tuple.
+        return TypeAdapter(IndexMeta).validate_json(json.dumps(known_fields), strict=True)
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path} is broken: {where}: {first['msg']}; encode the corpus again") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not is_file(path):
-        raise DataError(f"{path.parent} holds no index: there is no {path.name}; make one with vembed encode")
+        raise ConfigError(f"{path.parent} holds no index: there is no {path.name}; make one with vembed encode")
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} can't be read: {error}; encode the corpus again") from error
+        raise ConfigError(f"{path} can't be read: {error}; encode the corpus again") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} holds a {type(content).__name__} instead of an object; encode the corpus again")
+        raise ConfigError(f"{path} holds a {type(content).__name__} instead of an object; encode the corpus again")
     return content
 
 

@@ -4,6 +4,9 @@ Memory: what FAISS holds, and 8 bytes a document; texts and thumbnails stay on d
 vectors, 8 bytes a document more: "Flat" maps the vectors and compares a query with all of them; another index finds
 candidates for each vector of the query, and the mapped vectors of those alone are compared.
 
+Damage is refused before it is searched: files that are read whole are hashed when the index is opened, the blocks of
+the mapped ones when they are used (`vembed.search.checksums`).
+
 An index of few bits (int8, binary) finds more candidates than asked for, and the mapped vectors of these rank them.
 
 Shape legend: Q queries, E embedding dim, k hits per query.
@@ -14,15 +17,18 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from vembed.batch import Image, Ragged
-from vembed.errors import ConfigError, DataError, NonFiniteError
+from vembed.errors import ConfigError, NonFiniteError
 from vembed.evaluation.encode import values_of
 from vembed.evaluation.maxsim import search_maxsim
 from vembed.evaluation.quantized import QUANTIZATIONS, read_faiss, rescore, search_quantized
+from vembed.files import BROKEN_ARRAY
+from vembed.search.checksums import Checksums
 from vembed.search.format import (
     DOCUMENTS_FILE,
     INDEX_FILE,
@@ -37,6 +43,8 @@ from vembed.search.format import (
     read_meta,
 )
 from vembed.search.thumbnails import ThumbnailReader
+from vembed.text import first_line
+from vembed.vectors.store import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,13 +98,20 @@ class SearchIndex:
         place: What messages call the index, where the folder was unpacked from a table.
 
     Raises:
-        ConfigError: There is nothing to rescore.
-        DataError: A file is missing or broken.
+        ConfigError: There is nothing to rescore, or a file is missing or damaged.
     """
 
     def __init__(self, folder: Path, *, rescored: int | None = None, place: Path | None = None) -> None:
         self.meta: IndexMeta = read_meta(folder)
         self._place = place or folder
+        self._checksums = Checksums(folder)
+        if self._place == folder:  # else it was made a moment ago
+            self._checksums.note_missing()
+        for name in self.meta.files:
+            if name == VECTORS_FILE and not self.meta.compares_all:
+                self._checksums.check(name, stop=HEADER_BYTES)  # of the rest a block where it is used
+            elif name != THUMBNAILS_FILE:
+                self._checksums.check(name)
         if rescored is not None and self.meta.num_vectors is not None:
             raise ConfigError(
                 f"{self._place} has several vectors of each document, and all of them rank it already; leave --rescore "
@@ -110,11 +125,17 @@ class SearchIndex:
         self._offsets = line_offsets(folder / DOCUMENTS_FILE)
         if len(self._offsets) != len(self) + 1:
             raise self._broken(DOCUMENTS_FILE, f"{len(self._offsets) - 1} lines for {len(self)} documents")
-        self._vectors = np.load(folder / VECTORS_FILE, mmap_mode="r")
+        num_vectors, dim = self.meta.num_vectors or len(self), self.meta.model.dimension
+        self._vectors = self._array(VECTORS_FILE, "<f4", (num_vectors, dim))
         self._documents = self._read_documents()
         self._thumbnails: ThumbnailReader | None = None
         if self.meta.num_pictures:
-            self._thumbnails = ThumbnailReader(folder / THUMBNAILS_FILE, folder / OFFSETS_FILE, num_documents=len(self))
+            self._thumbnails = ThumbnailReader(
+                folder / THUMBNAILS_FILE,
+                folder / OFFSETS_FILE,
+                num_documents=len(self),
+                check=partial(self._checksums.check, THUMBNAILS_FILE),
+            )
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -146,6 +167,7 @@ class SearchIndex:
             q_QE, k = np.ascontiguousarray(vectors), min(k, len(self))
             scores_Qk, rows_Qk = search_quantized(self._index, q_QE, k=k * max(1, self._rescored))
             if self._rescored:
+                self._check_vectors(np.unique(rows_Qk[rows_Qk >= 0]))
                 scores_Qk, rows_Qk = rescore(self._vectors, q_QE, rows_Qk, k=k)
         return [self._hits(scores, rows) for scores, rows in zip(scores_Qk, rows_Qk, strict=True)]
 
@@ -164,6 +186,7 @@ class SearchIndex:
         candidates = np.unique(np.searchsorted(self._documents.offsets, found[found >= 0], side="right") - 1)
         if not len(candidates):
             return np.zeros(0, dtype=np.float32), candidates
+        self._check_vectors(candidates)
         scores_1k, rows_1k = search_maxsim(self._documents.take(candidates), query, k=k)
         return scores_1k[0], candidates[rows_1k[0]]
 
@@ -183,9 +206,29 @@ class SearchIndex:
 
     def vector(self, row: int) -> NDArray[np.float32]:
         """Return the vector of a document, (E,), or where it has several all of them, (vectors, E)."""
+        self._check_vectors(np.array([row]))
         if self.meta.num_vectors is None:
             return np.array(self._vectors[row])
         return self._documents.take(np.array([row])).values
+
+    def _check_vectors(self, rows: NDArray[np.int64]) -> None:
+        """Refuse damage to the vectors of some documents."""
+        row_bytes = 4 * self.meta.model.dimension
+        for row in rows.tolist():
+            first, last = (row, row + 1) if self.meta.num_vectors is None else self._documents.offsets[row : row + 2]
+            self._checksums.check(
+                VECTORS_FILE, HEADER_BYTES + int(first) * row_bytes, HEADER_BYTES + int(last) * row_bytes
+            )
+
+    def _array(self, name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return an array of the folder, mapped."""
+        try:
+            array: NDArray[Any] = np.load(self._folder / name, mmap_mode="r", allow_pickle=False)
+        except BROKEN_ARRAY as error:
+            raise self._broken(name, first_line(error)) from error
+        if array.dtype != dtype or array.shape != shape:
+            raise self._broken(name, f"it holds {array.dtype} {array.shape} instead of {np.dtype(dtype)} {shape}")
+        return array
 
     def check_model(self, model: ModelIdentity, encode: Callable[[Sequence[Item], Side], Vectors]) -> None:
         """Refuse a model other than the one that made the vectors.
@@ -220,7 +263,10 @@ class SearchIndex:
         """Return items, and the vectors that the model of the index has for them."""
         if self._thumbnails is None:
             return [self.document(0).text], np.atleast_2d(self.vector(0))
-        stored_NE = np.load(self._folder / PROBE_FILE, allow_pickle=False)
+        try:
+            stored_NE = np.load(self._folder / PROBE_FILE, allow_pickle=False)
+        except BROKEN_ARRAY as error:
+            raise self._broken(PROBE_FILE, first_line(error)) from error
         items: list[Item] = [Image("the first thumbnail", self.thumbnail(self._thumbnails.first())), PROBE_TEXT]
         return items[: len(stored_NE)], stored_NE
 
@@ -228,7 +274,7 @@ class SearchIndex:
         path = self._folder / INDEX_FILE
         try:
             index = read_faiss(path, self.meta.factory)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise self._broken(INDEX_FILE, str(error).rsplit(": ", 1)[-1]) from error
         dim = self.meta.model.dimension
         bits = 8 * -(-dim // 8) if self.meta.factory == "binary" else dim
@@ -240,16 +286,15 @@ class SearchIndex:
         """Return the vectors of each document, mapped."""
         if self.meta.num_vectors is None:
             return Ragged(self._vectors, np.arange(1, dtype=np.int64))
-        starts = np.load(self._folder / STARTS_FILE, allow_pickle=False)
-        whole = len(starts) == len(self) + 1 and (np.diff(starts) > 0).all() and starts[0] == 0
-        if not whole or starts[-1] != len(self._vectors) or len(self._vectors) != self.meta.num_vectors:
+        starts = np.array(self._array(STARTS_FILE, "<i8", (len(self) + 1,)))
+        if starts[0] != 0 or (np.diff(starts) <= 0).any() or starts[-1] != self.meta.num_vectors:
             raise self._broken(
                 STARTS_FILE, f"it doesn't cut {self.meta.num_vectors} vectors into {len(self)} documents"
             )
         return Ragged(self._vectors, starts)
 
-    def _broken(self, name: str, reason: str) -> DataError:
-        return DataError(f"{self._place}: {name} is broken: {reason}; encode the corpus again with --overwrite")
+    def _broken(self, name: str, reason: str) -> ConfigError:
+        return ConfigError(f"{self._place}: {name} is broken: {reason}; encode the corpus again with --overwrite")
 
 
 def _cosine(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:

@@ -7,7 +7,8 @@
     vector     fixed_size_list<float>[E]
 
 The schema's metadata holds `vembed`, the index's meta.json (model, weights, dimensions, similarity, prompts, counts),
-`normalised` ("true" where vectors have unit length), and `probe`, the vectors that tell the model by pictures.
+`normalised` ("true" where vectors have unit length), `probe`, the vectors that tell the model by pictures, and
+`sha256`, the hashes of meta.json and of the files that a table is unpacked into.
 
 To be searched, a table is unpacked into the folder of an index, whose FAISS index is built each time. "Flat", int8 and
 binary give the answers of an index; an HNSW index differs a little from build to build, and so may its answers.
@@ -16,6 +17,7 @@ binary give the answers of an index; an HNSW index differs a little from build t
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import shutil
 import tempfile
@@ -27,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vembed.errors import DataError, MachineError
+from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.quantized import index_of, write_faiss
 from vembed.extras import import_extra
-from vembed.files import is_file, is_folder, new_file, new_folder
+from vembed.files import file_sha256, is_file, is_folder, new_file, new_folder
 from vembed.search.format import (
     DOCUMENTS_FILE,
     INDEX_FILE,
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 
     from vembed.search.output import Format
 
-_FACTS = (b"vembed", b"normalised", b"probe")
+_FACTS = (b"vembed", b"normalised", b"probe", b"sha256")
 BATCH_ROWS = 8192
 """Rows of a row group: 12 MiB of vectors at 384 dimensions."""
 
@@ -76,6 +78,8 @@ def write_table(folder: Path, output: Path, meta: IndexMeta, form: Format) -> No
     facts = {"vembed": meta.to_json(), "normalised": str(meta.model.similarity == "cosine").lower()}
     if pictures:
         facts["probe"] = base64.b64encode((folder / PROBE_FILE).read_bytes()).decode()
+    names = [name for name in (*meta.files, META_FILE) if name != INDEX_FILE]
+    facts["sha256"] = json.dumps({name: file_sha256(folder / name) for name in names})
     schema = pa.schema(fields, metadata=facts)
     try:
         if form == "parquet":
@@ -124,7 +128,7 @@ def is_own_table(path: Path) -> bool:
         return False
     try:
         return "vembed" in _opened(path)[0]
-    except DataError:
+    except ConfigError:
         return False
 
 
@@ -134,22 +138,21 @@ def unpacked(path: Path) -> Path:
     It is deleted when the program ends.
 
     Raises:
-        ConfigError: LanceDB isn't installed.
-        DataError: It is no table of ours, or broken.
+        ConfigError: LanceDB isn't installed, or it is no table of ours, or broken.
         MachineError: The disk refuses.
     """
     import pyarrow as pa
 
     facts, batches = _opened(path)
     if "vembed" not in facts:
-        raise DataError(f"{path} holds no vectors of vembed encode: its metadata has no `vembed`")
+        raise ConfigError(f"{path} holds no vectors of vembed encode: its metadata has no `vembed`")
     folder = Path(tempfile.mkdtemp(prefix="vembed-"))
     weakref.finalize(unpacked, shutil.rmtree, folder, ignore_errors=True)
     try:
         _unpack(batches, facts, parse_meta(json.loads(facts["vembed"]), path), folder)
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         if not isinstance(error, OSError) or error.errno is None:  # Arrow's own, of pages that can't be unpacked
-            raise DataError(f"{path} is broken: {first_line(error)}; encode the corpus again") from error
+            raise ConfigError(f"{path} is broken: {first_line(error)}; encode the corpus again") from error
         raise MachineError(
             f"{path}: it is unpacked into {folder.parent}, which refuses: {error}. Free some space there, or set TMPDIR"
         ) from error
@@ -165,14 +168,16 @@ def _opened(path: Path) -> tuple[dict[str, str], Iterable[Any]]:
         try:
             file = pq.ParquetFile(path)
         except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{path} can't be read as Parquet: {error}; encode the corpus again") from error
+            raise ConfigError(f"{path} can't be read as Parquet: {error}; encode the corpus again") from error
         schema, batches = file.schema_arrow, file.iter_batches(BATCH_ROWS)
     else:
         lancedb = import_extra("lancedb", "lancedb", f"{path}, a LanceDB table,")
         try:
             table = lancedb.connect(str(path)).open_table(TABLE)
         except (OSError, ValueError, RuntimeError) as error:
-            raise DataError(f"{path} can't be read as LanceDB: {first_line(error)}; encode the corpus again") from error
+            raise ConfigError(
+                f"{path} can't be read as LanceDB: {first_line(error)}; encode the corpus again"
+            ) from error
         schema, batches = table.schema, _of_lance(table)
     metadata = schema.metadata or {}
     return {key.decode(): value.decode() for key, value in metadata.items() if key in _FACTS}, batches
@@ -211,6 +216,12 @@ def _unpack(batches: Iterable[Any], facts: dict[str, str], meta: IndexMeta, fold
     for name in meta.files:
         if name != INDEX_FILE and (folder / name).stat().st_size != meta.file_bytes[name]:
             raise ValueError(f"the table is cut or was changed: it gives another {name} than was written")
+    if "sha256" in facts:  # tables of older versions have none
+        hashes = {META_FILE: hashlib.sha256(facts["vembed"].encode()).hexdigest()}
+        hashes |= {name: file_sha256(folder / name) for name in meta.files if name != INDEX_FILE}
+        changed = [name for name, written in json.loads(facts["sha256"]).items() if hashes.get(name) != written]
+        if changed:
+            raise ValueError(f"its bytes have changed: it gives another {changed[0]} than was written")
     write_faiss(index_of(np.load(folder / VECTORS_FILE, mmap_mode="r"), meta.factory), folder / INDEX_FILE)
     meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in meta.files})
     (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")

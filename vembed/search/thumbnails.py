@@ -18,10 +18,12 @@ from PIL.Image import Resampling
 
 from vembed.batch import Image, pictures_in
 from vembed.data.images import ImageError, ImageLimits, check_image, decode_image
-from vembed.errors import DataError
+from vembed.errors import ConfigError
+from vembed.files import BROKEN_ARRAY
+from vembed.text import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from PIL.Image import Image as Bitmap
@@ -99,19 +101,32 @@ def make_thumbnails(items: Iterable[Item], limits: ImageLimits, num_threads: int
 class ThumbnailReader:
     """Read copies back, from several threads.
 
+    Args:
+        check: Raises where the bytes of the copies from one place to another are damaged.
+
     Raises:
-        DataError: The offsets are broken, or of another number of documents.
+        ConfigError: The offsets are broken, or of another number of documents.
     """
 
-    def __init__(self, copies: Path, offsets: Path, *, num_documents: int | None = None) -> None:
+    def __init__(
+        self,
+        copies: Path,
+        offsets: Path,
+        *,
+        num_documents: int | None = None,
+        check: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
         self._path = copies
+        self._check = check
         try:
             self._offsets = np.load(offsets, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{offsets} is broken: {error}; encode the corpus again with --overwrite") from error
+        except BROKEN_ARRAY as error:
+            raise ConfigError(
+                f"{offsets} is broken: {first_line(error)}; encode the corpus again with --overwrite"
+            ) from error
         num_documents = len(self._offsets) - 1 if num_documents is None else num_documents
         if self._offsets.shape != (num_documents + 1,) or self._offsets.dtype != _OFFSETS_DTYPE:
-            raise DataError(f"{offsets} is broken: it isn't of {num_documents:,} documents; encode the corpus again")
+            raise ConfigError(f"{offsets} is broken: it isn't of {num_documents:,} documents; encode the corpus again")
         self._file = copies.open("rb")
 
     def first(self) -> int:
@@ -122,17 +137,18 @@ class ThumbnailReader:
         """Return a document's copy; no bytes where it has no picture.
 
         Raises:
-            DataError: What stands there is no picture.
+            ConfigError: What stands there is no picture.
         """
         start, stop = int(self._offsets[row]), int(self._offsets[row + 1])
         length = min(max(0, stop - start), THUMBNAIL_BYTES)  # whatever a damaged file says
+        self._check(max(0, start), max(0, start) + length)
         copy = os.pread(self._file.fileno(), length, max(0, start))
         if start != stop:
             try:
                 thumbnail_size(copy)
             except ImageError as error:
                 where = f"{self._path} is broken at document {row} ({error.reason})"
-                raise DataError(f"{where}; encode the corpus again with --overwrite") from error
+                raise ConfigError(f"{where}; encode the corpus again with --overwrite") from error
         return copy
 
 

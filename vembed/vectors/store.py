@@ -48,7 +48,7 @@ from vembed.errors import MachineError
 from vembed.evaluation.encode import rows_of, values_of
 from vembed.evaluation.index import check_finite
 from vembed.evaluation.provenance import changed_parts, digest
-from vembed.files import fsync_path
+from vembed.files import BROKEN_ARRAY, fsync_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -355,15 +355,19 @@ def _read_blocks(folder: Path, key: Key, file: RowFile) -> _Saved:
             return saved._replace(reason="another version of the file format")
         if changed := changed_parts(head["key"], key):
             return saved._replace(reason=f"changed: {', '.join(changed)}")
-        if _hash(np.load(folder / IDS_FILE)) != head["items"]:
+        if _hash(np.load(folder / IDS_FILE, mmap_mode="r")) != head["items"]:
             return saved._replace(reason=f"{IDS_FILE} is damaged")
         saved = saved._replace(items=head["items"])
+        num_bytes = (folder / file.name).stat().st_size
         with (folder / file.name).open("rb") as rows:
             header = rows.read(len(file.header(1, 1)))
             header_rows, dim = _shape(header) if header else (0, 1)
             saved = saved._replace(dim=dim)
             for line in lines:
                 block = json.loads(line)
+                if not 0 <= block["bytes"] <= num_bytes:  # nothing is allocated for what a damaged line says
+                    reason = f"{BLOCKS_FILE} is damaged"
+                    break
                 content, lengths = rows.read(block["bytes"]), block.get("lengths")
                 # The number of vectors is known at the end alone: an unfinished file says the number of items.
                 num_vectors, total = (block["rows"], head["rows"]) if lengths is None else (sum(lengths), header_rows)
@@ -373,7 +377,7 @@ def _read_blocks(folder: Path, key: Key, file: RowFile) -> _Saved:
                     reason = f"{file.name} is damaged"
                     break
                 blocks.append(block)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+    except (*BROKEN_ARRAY, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = f"{folder.name} can't be read: {error}"
     return saved._replace(blocks=tuple(blocks), reason=reason)
 

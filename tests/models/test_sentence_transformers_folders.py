@@ -227,7 +227,7 @@ def test_an_unknown_activation_is_refused(transformers_folder: Path, tmp_path: P
     load(tmp_path / "model")
     config = tmp_path / "model" / "2_Dense" / "config.json"
     edit_json(config, activation_function="os.system")
-    refused(tmp_path / "model", "2_Dense uses os.system; known activations: torch.nn.modules.activation.Tanh")
+    refused(tmp_path / "model", "2_Dense/config.json uses os.system; known activations: torch.nn.modules.activation.Tanh")
 
 
 def test_a_dense_layer_of_another_form_is_refused(transformers_folder: Path, tmp_path: Path) -> None:
@@ -289,4 +289,10 @@ def test_a_broken_description_is_named(transformers_folder: Path, tmp_path: Path
     with pytest.raises(ConfigError, match=r"modules\.json is broken"):
         load(tmp_path / "bare")
     (tmp_path / "bare" / "modules.json").write_text(whole)
+    assert load(tmp_path / "bare").spec.pooling == ("mean",)
+
+
+def test_other_files_of_a_published_folder_may_hold_anything(transformers_folder: Path, tmp_path: Path) -> None:
+    written(tmp_path / "bare", pooled(transformers_folder), similarity_fn_name="dot")
+    (tmp_path / "bare" / "data_config.json").write_text('[{"name": "pairs.jsonl", "weight": 1}]')
     assert load(tmp_path / "bare").spec.pooling == ("mean",)

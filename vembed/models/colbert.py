@@ -130,8 +130,7 @@ class ColbertEncoder(TextEncoder):
             files,
             load_layers(files, found),
             hidden=config.get_text_config().hidden_size,
-            topk_tokens=late.topk_tokens,
-            pool_factor=late.pool_factor,
+            saved={"topk_tokens": late.topk_tokens, "pool_factor": late.pool_factor},
             protected=late.protected,
         )
         return ColbertEncoder(

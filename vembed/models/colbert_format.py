@@ -18,10 +18,10 @@ import string
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import safetensors
 import torch
 
 from vembed.errors import ConfigError
+from vembed.models.checked_files import broken, load_tensors
 from vembed.models.files import WEIGHTS_FILE
 from vembed.models.formats import (
     MODULES_FILE,
@@ -30,6 +30,7 @@ from vembed.models.formats import (
     TextSpec,
     load_dense,
     module_paths,
+    read_modules,
     read_prompts,
     read_text_folder,
     read_transformer,
@@ -115,7 +116,7 @@ def _read_modules(files: ModelFiles, general: dict[str, Any]) -> LateFolder:
     name = files.name
     once = ("Transformer", "MultiVectorMask", "Normalize")
     kinds = ("Transformer", "Dense", "MultiVectorMask", "Normalize", "HierarchicalTokenPooling")
-    paths = module_paths(files.read_json(MODULES_FILE, list), name, kinds=kinds, once=once)
+    paths = module_paths(read_modules(files), name, kinds=kinds, once=once)
     transformer = read_transformer(files, _prefix(paths), follows=FOLLOWED)
     mask = files.read_json(f"{paths['MultiVectorMask'][0]}/config.json")
     pooling = [files.read_json(f"{path}/config.json") for path in paths["HierarchicalTokenPooling"]]
@@ -128,7 +129,10 @@ def _read_modules(files: ModelFiles, general: dict[str, Any]) -> LateFolder:
     }
     for key, value in others.items():
         if value:
-            raise ConfigError(f"{name}: its files set {key} to {value}, which vembed doesn't follow")
+            raise ConfigError(
+                f"{name}: {GENERAL_FILE} or the config.json of a module sets {key} to {value}, which vembed doesn't "
+                f"follow"
+            )
     if len(pooling) > 1:
         raise ConfigError(f"{name}: modules.json names HierarchicalTokenPooling {len(pooling)} times; once is known")
     expansion = transformer.get("query_expansion") or {}
@@ -153,7 +157,7 @@ def _read_modules(files: ModelFiles, general: dict[str, Any]) -> LateFolder:
 def _read_pylate(files: ModelFiles, general: dict[str, Any]) -> LateFolder:
     """Read the form of PyLate up to version 3: its markers are tokens, put in by their ids."""
     paths = module_paths(
-        files.read_json(MODULES_FILE, list),
+        read_modules(files),
         files.name,
         kinds=("Transformer", "Dense"),
         once=("Transformer",),
@@ -229,8 +233,9 @@ def load_layers(files: ModelFiles, folder: LateFolder) -> list[Dense]:
         raise ConfigError(
             f"{files.name} has no {WEIGHTS_FILE} with its linear layer; convert its pickled weights first"
         )
-    with safetensors.safe_open(path, "pt") as weights:
-        weight = weights.get_tensor("linear.weight")
+    weight = load_tensors(path, "linear.weight")["linear.weight"]
+    if weight.ndim != 2 or not weight.is_floating_point():
+        raise broken(path, f"linear.weight is {weight.dtype} {tuple(weight.shape)}")
     layer = new_layer(weight.shape[1], weight.shape[0])
     layer.linear.weight = torch.nn.Parameter(weight)
     return [layer]

@@ -20,20 +20,22 @@ from __future__ import annotations
 import json
 import math
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from vembed.batch import Features
 from vembed.errors import ConfigError
+from vembed.models.checked_files import read_settings
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
 from vembed.models.files import save_background, save_weights
-from vembed.models.keys import PAIR_SIGN, ModelKeys, renamed
+from vembed.models.keys import MOST_PROJECTION_LAYERS, PAIR_SIGN, ModelKeys, renamed
 from vembed.models.load import class_of, default_of, in_words, load_from, unread_keys
 from vembed.models.plannable import Tower
 from vembed.models.pooling import unit
@@ -60,12 +62,22 @@ SEEDS = {TEXT: 0, IMAGE: 1}
 """Of the projections' first weights."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """The description of two towers beside their folders."""
+
+    text_model_name: str  # what the towers were called when they were first joined
+    image_model_name: str
+    projection_dim: Annotated[int, Field(ge=1, le=1 << 24)]
+    projection_layers: Annotated[int, Field(ge=1, le=MOST_PROJECTION_LAYERS)]
+
+
 class ComposedTowers(TwoTowers):
     """An encoder of texts and an encoder of pictures.
 
     Args:
         names: What both towers were called when they were first joined.
-        projection_dim: E; "auto" for that of the image tower.
+        projections: Linear layers behind each tower, by its name.
     """
 
     about = About(
@@ -88,22 +100,16 @@ class ComposedTowers(TwoTowers):
         text: Encoder,
         image: Encoder,
         names: tuple[str, str],
-        projection_dim: int | Literal["auto"] = "auto",
-        projection_layers: int = 1,
+        projections: nn.ModuleDict,
     ) -> None:
         super().__init__()
         self.name = name
         self.names = names
         self.text = text
         self.image = image
-        self.dimension = image.dimension if projection_dim == "auto" else projection_dim
-        self.projection_layers = projection_layers
-        self.projections = nn.ModuleDict(
-            {
-                part: _projection(each.dimension, self.dimension, projection_layers, seed=SEEDS[part])
-                for part, each in self.parts().items()
-            }
-        )
+        self.projections = projections
+        linear = [layer for layer in projections[IMAGE].children() if isinstance(layer, nn.Linear)]
+        self.dimension, self.projection_layers = linear[-1].out_features, len(linear)
         self.max_length = text.max_length  # type: ignore[assignment]  # an encoder of texts may have no limit
         self.normalisation = image.normalisation
         self.prompts = text.prompts
@@ -120,31 +126,37 @@ class ComposedTowers(TwoTowers):
         Raises:
             ConfigError: A tower reads something else than it is named for, or none of the two reads a key.
         """
-        keys, saved = files.keys, files.read_json(CONFIG_FILE) if files.folder is not None else {}
-        for key in ("projection_dim", "projection_layers"):
-            given = getattr(keys, key)
-            if saved and given not in (default_of(key), saved[key]):
-                raise ConfigError(f"{key} {given}: the projections of {files.name} have {saved[key]}; leave it out")
+        keys = files.keys
+        saved = read_settings(files.folder / CONFIG_FILE, _Saved) if files.folder is not None else None
+        dim, layers = keys.projection_dim, keys.projection_layers
         found = {"text_model_name": keys.text_model_name, "image_model_name": keys.image_model_name}
-        if saved:
+        if saved is not None:
+            for key in ("projection_dim", "projection_layers"):
+                given = getattr(keys, key)
+                if given not in (default_of(key), getattr(saved, key)):
+                    raise ConfigError(
+                        f"{key} {given}: the projections of {files.name} have {getattr(saved, key)}; leave it out"
+                    )
+            dim, layers = saved.projection_dim, saved.projection_layers
             found = {f"{part}_model_name": str(Path(files.name, part)) for part in (TEXT, IMAGE)}
         parts = {key: _part_files(files, key, str(name)) for key, name in found.items()}
         _refuse_idle_keys(files, parts.values())
         text, image = (_load_part(key, part, texts) for key, part in parts.items())
-        names = tuple(saved.get(key, _public(str(name))) for key, name in found.items())
+        names = (_public(str(keys.text_model_name)), _public(str(keys.image_model_name)))
+        if saved is not None:
+            names = (saved.text_model_name, saved.image_model_name)
         text.name, image.name = names
-        with files.device:
-            encoder = cls(
-                files.name,
-                text=text,
-                image=image,
-                names=names,
-                projection_dim=saved.get("projection_dim", keys.projection_dim),
-                projection_layers=saved.get("projection_layers", keys.projection_layers),
+
+        def make() -> nn.ModuleDict:
+            width = image.dimension if dim == "auto" else dim
+            towers = {TEXT: text, IMAGE: image}
+            return nn.ModuleDict(
+                {part: _projection(tower.dimension, width, layers, seed=SEEDS[part]) for part, tower in towers.items()}
             )
-        encoder.projections.to(torch.promote_types(files.dtype, torch.float32))  # new weights, as adapters are
-        files.load_weights(encoder.projections, PROJECTIONS_FILE)
-        return encoder
+
+        # New weights are of float32 at least, as adapters are.
+        joined = files.load_module(make, PROJECTIONS_FILE, torch.promote_types(files.dtype, torch.float32))
+        return cls(files.name, text=text, image=image, names=names, projections=joined)
 
     def parts(self) -> Mapping[str, Encoder]:
         """Return both towers."""

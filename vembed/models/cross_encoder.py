@@ -89,6 +89,6 @@ def _load(files: ModelFiles) -> Any:
         how["use_safetensors"] = True
     try:
         return Library(files.name, device="cpu", revision=files.keys.model_revision, model_kwargs=how).eval()
-    except (OSError, ValueError, LookupError, RuntimeError, ImportError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever the library makes of a file that it doesn't expect
         first = first_line(error)
         raise ConfigError(f"{files.name}: sentence-transformers can't run this cross-encoder: {first}") from error

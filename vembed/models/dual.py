@@ -28,6 +28,7 @@ from vembed.models.pictures import (
     own_lengths,
     picture_lengths,
     process_pictures,
+    refuse_other_size,
     run_processor,
 )
 from vembed.models.plannable import find_tower, layer_values, picture_inputs, token_inputs
@@ -87,6 +88,7 @@ class DualEncoder(TwoTowers, TransformersPictures):
         self.patch_size = int(config.vision_config.patch_size)
         self.normalisation = last_step(image_processor)
         blank = run_processor(image_processor, [blank_picture()])
+        refuse_other_size(name, blank["pixel_values"], config.vision_config)
         self.picture_tokens = int(picture_lengths(blank["pixel_values"], self.patch_size)[0])
         for key in TEMPERATURE_PARAMETERS:
             if hasattr(model, key):

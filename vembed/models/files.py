@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import os
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -23,6 +24,7 @@ from vembed.data.images import Background
 from vembed.errors import ConfigError, MachineError
 from vembed.files import is_folder
 from vembed.models.adapters.quantized import four_bit_config
+from vembed.models.checked_files import CONFIG_KINDS, KINDS, Module, check_folder, load_module, make_module, read_json
 from vembed.models.names import locate, nearest_folder
 from vembed.text import first_line
 
@@ -48,6 +50,16 @@ PICTURE_SIDE = 224
 """In pixels, where the config of an image tower names none."""
 
 
+READ_BY = {
+    "AutoConfig": "config.json",
+    "AutoTokenizer": "tokenizer.json and tokenizer_config.json",
+    "AutoImageProcessor": "preprocessor_config.json",
+    "AutoProcessor": "processor_config.json, preprocessor_config.json, chat_template.jinja, tokenizer.json and "
+    "tokenizer_config.json",
+}
+"""Class of transformers -> the files that it reads, for messages; other classes read config.json and the weights."""
+
+
 class ModelFiles:
     """A model by its name: what the user said about it, and its files."""
 
@@ -69,8 +81,8 @@ class ModelFiles:
         return ModelFiles(keys, load_in_4bit=self.load_in_4bit)
 
     def in_folder(self, file: str) -> bool:
-        """Return whether the model is a folder with such a file."""
-        return self.folder is not None and (self.folder / file).is_file()
+        """Return whether the model is a folder with such a file, damaged or not: what reads it refuses a folder."""
+        return self.folder is not None and os.path.lexists(self.folder / file)
 
     def read(self, file: str) -> Path | None:
         """Return the local path of one of the model's files, or None when it has no such file.
@@ -92,28 +104,33 @@ class ModelFiles:
             raise self._unreachable(error) from error
         return None if found is None else Path(found)
 
-    def read_json(self, file: str, kind: type[dict[str, Any]] | type[list[Any]] = dict) -> Any:
+    def read_json(self, file: str, kind: type[dict[str, Any]] | type[list[Any]] = dict, *, others: bool = False) -> Any:
         """Return what one of the model's JSON files holds; an empty object or list where there is no such file.
+
+        Args:
+            others: Whether its settings are those of code that vembed doesn't know, and may be anything.
 
         Raises:
             ConfigError: It is broken, or holds something else.
         """
+        settings = CONFIG_KINDS if others or file == "config.json" else KINDS
         path = self.read(file)
-        if path is None:
-            return kind()
-        try:
-            loaded = json.loads(path.read_text("utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path} is broken: {error}") from error
-        if not isinstance(loaded, kind):
-            wanted = "an object" if kind is dict else "a list"
-            raise ConfigError(f"{path} must hold {wanted}, and holds a {type(loaded).__name__}")
-        return loaded
+        return kind() if path is None else read_json(path, kind, settings)
 
-    def load_weights(self, module: nn.Module, file: str = WEIGHTS_FILE) -> None:
-        """Load what `save_weights` wrote; nothing where the model starts from scratch or no weights are wanted."""
+    def load_module(
+        self, make: Callable[[], Module], file: str = WEIGHTS_FILE, dtype: torch.dtype | None = None
+    ) -> Module:
+        """Make a module of ours, with what `save_weights` wrote where the model is a folder and weights are wanted.
+
+        Args:
+            dtype: Of its parameters; by default the one that the user wants.
+
+        Raises:
+            ConfigError: The file is damaged, or holds other tensors.
+        """
         if self.has_weights and self.folder is not None:
-            module.load_state_dict(safetensors.torch.load_file(self.folder / file))
+            return load_module(make, self.folder / file).to(dtype or self.dtype)
+        return make_module(make, self.device, self.name).to(dtype or self.dtype)
 
     def _unreachable(self, error: Exception) -> MachineError:
         near = nearest_folder(Path(self.name)) if is_folder(Path(self.name).parent) else ""
@@ -167,7 +184,7 @@ class ModelFiles:
             suggestion = named or tokenizer.convert_ids_to_tokens(0)
             raise ConfigError(
                 f"the tokenizer of {self.name} has no pad token; set pad_token: {suggestion!r} (padding is "
-                f"masked, so any token of its vocabulary will do)"
+                f"masked, so any token of its vocabulary will do), or copy its tokenizer_config.json again"
             )
         return tokenizer
 
@@ -204,7 +221,8 @@ class ModelFiles:
         if needed:
             raise ConfigError(
                 f"{self.name}: {len(needed)} weights of {type(backbone).__name__} are in none of its files, "
-                f"first {needed[0]}; they would be random"
+                f"first {needed[0]}; they would be random. Its config.json or model.safetensors is damaged, or of "
+                f"another model: copy the folder again"
             )
         if missing:
             _leave_pooler_out(backbone)
@@ -221,6 +239,8 @@ class ModelFiles:
             )
 
     def _load(self, auto_class: Any, subfolder: str, **extra: Any) -> Any:
+        if self.folder is not None:
+            check_folder(self.folder / subfolder, weights=self.has_weights)
         try:
             return auto_class.from_pretrained(
                 self.name,
@@ -231,10 +251,10 @@ class ModelFiles:
             )
         except ImportError as error:
             raise MachineError(f"{self.name}: {first_line(error)}") from error
-        except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
-            raise self._explain(error) from error
+        except Exception as error:  # whatever a library makes of a file that it doesn't expect
+            raise self._explain(error, auto_class, subfolder) from error
 
-    def _explain(self, error: Exception) -> Exception:
+    def _explain(self, error: Exception, auto_class: Any, subfolder: str) -> Exception:
         """Turn the library's error into one that names our key."""
         if "trust_remote_code" in str(error):
             return ConfigError(
@@ -249,9 +269,21 @@ class ModelFiles:
         if self.folder is None and isinstance(error, OSError):
             return self._unreachable(error)
         hint = ""
-        if self.folder is not None and not self._names_a_type():
-            hint = ". A model of a plugin needs the plugin: plugins: [MODULE], or vembed --plugins MODULE"
-        return ConfigError(f"{self.name} could not be loaded: {first_line(error)}{hint}")
+        if self.folder is not None:
+            read = READ_BY.get(auto_class.__name__, "config.json and its weights")
+            hint = f". It was read from {read} in {self.folder / subfolder}; if one is damaged, copy the folder again"
+            if not self._names_a_type():
+                hint = (
+                    ". A folder says what its model is in config.json, modules.json, open_clip_config.json or "
+                    "vembed_*.json: copy it again if that is missing. A model of a plugin needs the plugin: plugins: "
+                    "[MODULE], or vembed --plugins MODULE"
+                )
+        reason = first_line(error)
+        if "ignore_mismatched_sizes" in reason:
+            reason = "config.json says other shapes than its weights have"
+        elif not isinstance(error, OSError | ValueError):  # not meant for users, often no more than a name: 'silu2'
+            reason = f"{type(error).__name__}: {reason}"
+        return ConfigError(f"{self.name} could not be loaded: {reason}{hint}")
 
     def _names_a_type(self) -> bool:
         """Return whether the folder says by the files of a library what its model is."""
@@ -287,11 +319,8 @@ class SkeletonFiles(ModelFiles):
         return SkeletonFiles(keys, device=str(self.device), reads_items=self.reads_items)
 
     def _shape_in(self, path: Path) -> dict[str, Any]:
-        try:
-            content = json.loads(path.read_text("utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path} is broken: {error}") from error
-        if not isinstance(content, dict) or not content.keys() & {"model_type", "vision_cfg"}:
+        content: dict[str, Any] = read_json(path)
+        if not content.keys() & {"model_type", "vision_cfg"}:
             raise ConfigError(
                 f"{self.name} is no shape of a model: it has neither model_type (transformers) nor vision_cfg "
                 f"(open_clip)"
@@ -349,7 +378,7 @@ class SkeletonFiles(ModelFiles):
             try:
                 with safe_open(path, "pt") as file:
                     names += file.keys()
-            except SafetensorError:  # a pointer of Git LFS: there is a plan without the weights
+            except (OSError, SafetensorError):  # a pointer of Git LFS: there is a plan without the weights
                 return False
         return bool(names) and not any(".pooler." in f".{name}" for name in names)
 

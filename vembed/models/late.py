@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from vembed.models.plannable import ROWS
 from vembed.models.pooling import unit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -180,30 +180,33 @@ def make_head(
     layers: Sequence[Dense],
     *,
     hidden: int,
-    topk_tokens: int | None = None,
-    pool_factor: float = 1.0,
-    protected: int = 1,
+    protected: int,
+    saved: Mapping[str, Any],
 ) -> TokenHead:
     """Return the head of a model, by the user's word, else by its files.
 
     Args:
         layers: Those of its files; empty for a model that is new to late interaction.
         hidden: Of the network.
-        topk_tokens: Of its files, as are the rest.
-        pool_factor: See topk_tokens.
-        protected: See topk_tokens.
+        protected: First vectors of a document that are never merged.
+        saved: What its files say of `topk_tokens` and `pool_factor`.
 
     Raises:
-        ConfigError: The user wants another dimension than the layers have.
+        ConfigError: The user wants another dimension than the layers have, or they are of another network.
     """
     keys = files.keys
+    if layers and layers[0].linear.in_features != hidden:
+        raise ConfigError(
+            f"{files.name}: its head takes {layers[0].linear.in_features} values, and its network gives {hidden}: "
+            f"they are of two models. Copy the folder again"
+        )
     if not layers:
         with files.device:
             new = new_layer(hidden, NEW_DIMENSION if keys.projection_dim == "auto" else keys.projection_dim)
     head = TokenHead(
         [layer.to(files.dtype) for layer in layers or [new]],
-        topk_tokens=topk_tokens if keys.topk_tokens == "auto" else keys.topk_tokens,
-        pool_factor=pool_factor if keys.pool_factor == "auto" else keys.pool_factor,
+        topk_tokens=saved.get("topk_tokens") if keys.topk_tokens == "auto" else keys.topk_tokens,
+        pool_factor=(saved.get("pool_factor") or 1.0) if keys.pool_factor == "auto" else keys.pool_factor,
         protected=protected,
         is_new=not layers,
     )

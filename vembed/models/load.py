@@ -10,12 +10,16 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, TypeVar
 
+from vembed.batch import Image
 from vembed.collector import collector_paused
 from vembed.errors import ConfigError
+from vembed.models.checked_files import BrokenFileError
 from vembed.models.files import ModelFiles, SkeletonFiles, saved_background
-from vembed.models.formats import MODULES_FILE
+from vembed.models.formats import read_modules
 from vembed.models.keys import ModelKeys, model_names
+from vembed.models.pictures import blank_png
 from vembed.registry import ENCODERS
+from vembed.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +35,12 @@ COMMON_KEYS = frozenset(
 )
 """Keys of the model that all classes read. Each other one is refused unless a class names it in `reads`, so that a new
 key can't be ignored by accident."""
+
+READERS = {
+    "text": "tokenizer.json, tokenizer_config.json and chat_template.jinja",
+    "image": "preprocessor_config.json, processor_config.json, open_clip_config.json and chat_template.jinja",
+}
+"""Files by which items of a modality are read, where a model has them."""
 
 EncoderClass = TypeVar("EncoderClass", bound="type[Encoder]")
 
@@ -131,10 +141,32 @@ def load_from(files: ModelFiles, texts: Iterable[str]) -> Encoder:
     if files.keys.freeze_batch_norm and not encoder.batch_norms():
         raise ConfigError(f"{files.name} has no batch normalisation for freeze_batch_norm; leave it out")
     encoder.freeze_batch_norm = files.keys.freeze_batch_norm
+    if files.folder is not None and files.has_weights:
+        _try_out(encoder, files.name)
     if "image" in encoder.modalities and "" in encoder.parts():  # towers of two models have their backgrounds by now
         wanted = files.keys.image_background
         encoder.image_background = saved_background(files) if wanted == "auto" else wanted
     return encoder
+
+
+def _try_out(encoder: Encoder, name: str) -> None:
+    """Read an item of each modality, so that files that no reader can use are named now and not at the first row.
+
+    Raises:
+        ConfigError: The tokenizer, a template or the image processor can't be used.
+    """
+    for modality, item in (("text", "a"), ("image", Image("a blank picture", blank_png()))):
+        if modality not in encoder.modalities:
+            continue
+        try:
+            encoder.featurize([item], "query")
+        except ConfigError:
+            raise
+        except Exception as error:  # of a library, or of a template that a model brings along
+            raise BrokenFileError(
+                f"{name}: no {modality} can be read by it ({type(error).__name__}: {first_line(error)}). One of its "
+                f"{READERS[modality]} is broken. Copy or download the model again"
+            ) from error
 
 
 def unread_keys(encoder_class: type[Encoder], keys: ModelKeys) -> list[str]:
@@ -204,7 +236,7 @@ def _class_by_name(name: str) -> type[Encoder] | None:
 
 def _model_type(files: ModelFiles) -> str:
     """Return the model_type of config.json, "" where no file says one."""
-    modules = files.read_json(MODULES_FILE, list)
-    subfolder = str(modules[0].get("path", "")) if modules and isinstance(modules[0], dict) else ""
+    modules = read_modules(files)
+    subfolder = modules[0]["path"] if modules else ""
     has_config = bool(files.shape) or files.read(f"{subfolder}/config.json".removeprefix("/")) is not None
     return str(files.config(subfolder).model_type) if has_config else ""

@@ -15,14 +15,16 @@ import json
 import re
 import zlib
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from pydantic import Field
 from torch import Tensor, nn
 
 from vembed.batch import Features, Ragged, texts_of
+from vembed.models.checked_files import read_settings
 from vembed.models.encoder import About, Encoder
 from vembed.models.files import save_weights
 from vembed.models.plannable import ROWS, Tower, TowerInputs
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "vembed_ngram_bag.json"
 
+Size = Annotated[int, Field(ge=1, le=1 << 24)]
+Characters = Annotated[int, Field(ge=1, le=64)]
+
 SAMPLE_GRAMS = 7
 """N-grams of each row in the run that the plan measures."""
 
@@ -50,11 +55,11 @@ _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_A-Za-z]+")
 class NgramBagConfig:
     """Shape of a bag."""
 
-    dimension: int = 256
-    buckets: int = 1 << 16  # rows of the table; hashes collide beyond it
-    max_words: int = 256  # words of a text that count; the rest is cut
-    shortest: int = 3  # characters of the shortest n-gram
-    longest: int = 5
+    dimension: Size = 256
+    buckets: Size = 1 << 16  # rows of the table; hashes collide beyond it
+    max_words: Size = 256  # words of a text that count; the rest is cut
+    shortest: Characters = 3  # characters of the shortest n-gram
+    longest: Characters = 5
 
 
 class NgramBag(Encoder):
@@ -133,13 +138,9 @@ class NgramBag(Encoder):
     @classmethod
     def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> NgramBag:  # noqa: ARG003
         """Load what `save` wrote, or build a new one."""
-        config = NgramBagConfig()
-        if files.folder is not None:
-            config = NgramBagConfig(**json.loads((files.folder / CONFIG_FILE).read_text("utf-8")))
-        with files.device:
-            encoder = cls(config, name=files.name).to(files.dtype)
-        files.load_weights(encoder)
-        return encoder
+        folder = files.folder
+        config = NgramBagConfig() if folder is None else read_settings(folder / CONFIG_FILE, NgramBagConfig)
+        return files.load_module(lambda: cls(config, name=files.name))
 
     def save(self, folder: Path) -> None:
         """Write shape and weights; only vembed loads this family."""

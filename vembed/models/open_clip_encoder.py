@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vembed.batch import Features, Ragged
-from vembed.errors import MachineError
+from vembed.errors import ConfigError, MachineError
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
 from vembed.models.files import PICTURE_SIDE, save_weights, tokenizer_facts
@@ -203,8 +203,13 @@ class OpenClipEncoder(TwoTowers):
                     pretrained_text=False,
                 )
             tokenizer = open_clip.get_tokenizer(name)
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+        except OSError as error:
             raise _not_loaded(files, error) from error
+        except Exception as error:  # whatever open_clip makes of a description that it doesn't expect
+            raise ConfigError(
+                f"{files.name} could not be loaded by open_clip: {type(error).__name__}: {first_line(error)}. If its "
+                f"{CONFIG_FILE} or {WEIGHTS_FILE} is damaged, copy the folder again"
+            ) from error
         _fill_masks(model)
         random = "" if tag or name.startswith(SCHEMES) else "random: the name has no pretrained tag"
         config = open_clip.get_model_config(name)

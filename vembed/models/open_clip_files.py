@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import ConfigError
+from vembed.models import checked_files
+from vembed.models.checked_files import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,10 +77,8 @@ def check_name(open_clip: Any, name: str, tag: str, files: ModelFiles) -> None:
 
 def check_folder(folder: Path, files: ModelFiles) -> None:
     """Refuse a folder without a readable description or without weights: open_clip would make random ones."""
-    try:
-        config = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / CONFIG_FILE} can't be read: {error}") from error
+    config = read_json(folder / CONFIG_FILE)
+    checked_files.check_folder(folder, weights=files.has_weights)
     if "model_cfg" not in config:
         raise ConfigError(f"{folder / CONFIG_FILE} has no model_cfg")
     if not files.has_weights or any(folder.glob("*.safetensors")):

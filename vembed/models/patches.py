@@ -96,7 +96,7 @@ class PatchEncoder(VisionEncoder):
         found = files.read_json(SETTINGS_FILE)
         layers = [load_dense(files, HEAD_FOLDER)] if found else []
         first = FIRST_TOKENS[config.model_type]
-        head = make_head(files, layers, hidden=config.hidden_size, protected=first, **found)
+        head = make_head(files, layers, hidden=config.hidden_size, protected=first, saved=found)
         return cls(files.name, backbone=backbone, image_processor=files.image_processor(), head=head)
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:

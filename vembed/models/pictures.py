@@ -7,6 +7,7 @@ last. There they become that float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from vembed.batch import modality_of, pictures_in
 from vembed.data.images import decode_images
+from vembed.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -220,3 +222,29 @@ def rows_of(values: NDArray[Any], rows: NDArray[np.int64]) -> Tensor:
 def blank_picture() -> PIL.Image.Image:
     """Return a picture to ask a processor with how large what it makes is."""
     return PIL.Image.new("RGB", (64, 64))
+
+
+def blank_png() -> bytes:
+    """Return such a picture as the bytes of a file."""
+    buffer = BytesIO()
+    blank_picture().save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def refuse_other_size(name: str, pixel_values: NDArray[Any], vision_config: Any) -> None:
+    """Refuse pictures of another size than a tower has positions for.
+
+    Args:
+        pixel_values: What a processor makes of a picture.
+
+    Raises:
+        ConfigError: They don't fit together.
+    """
+    side = getattr(vision_config, "image_size", None)
+    wanted = (side, side) if isinstance(side, int) else tuple(side or ())
+    if pixel_values.ndim == 4 and wanted and pixel_values.shape[2:] != wanted:
+        made = " x ".join(map(str, pixel_values.shape[2:]))
+        raise ConfigError(
+            f"{name}: its preprocessor_config.json makes pictures of {made} pixels, and its config.json says "
+            f"{' x '.join(map(str, wanted))}: one is damaged or of another model. Copy the folder again"
+        )

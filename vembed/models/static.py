@@ -19,21 +19,23 @@ from torch import Tensor, nn
 
 from vembed.batch import Features, Ragged, texts_of
 from vembed.errors import ConfigError
+from vembed.models.checked_files import broken, load_tensors, read_bytes
 from vembed.models.encoder import NO_PROMPTS, About, Encoder
 from vembed.models.files import WEIGHTS_FILE
 from vembed.models.formats import (
-    MODULES_FILE,
     Dense,
     is_cosine,
     load_dense,
     module_kinds,
     module_paths,
+    read_modules,
     read_prompts,
     write_modules,
 )
 from vembed.models.load import is_builtin
 from vembed.models.plannable import ROWS, Tower, TowerInputs
 from vembed.models.tiny_transformer import train_bpe
+from vembed.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -202,19 +204,26 @@ def _from_folder(files: ModelFiles) -> dict[str, Any]:
     Raises:
         ConfigError: A module or a file is missing, or isn't understood.
     """
-    paths = module_paths(
-        files.read_json(MODULES_FILE, list), files.name, kinds=(KIND, "Dense", "Normalize"), once=(KIND,)
-    )
+    paths = module_paths(read_modules(files), files.name, kinds=(KIND, "Dense", "Normalize"), once=(KIND,))
     prefix = f"{paths[KIND][0]}/".removeprefix("./").removeprefix("/")
     found = {file: files.read(prefix + file) for file in (TOKENIZER_FILE, WEIGHTS_FILE)}
     for file, path in found.items():
         if path is None:
             raise ConfigError(f"{files.name}: its {KIND} has no {prefix}{file}")
-    tensors = safetensors.torch.load_file(found[WEIGHTS_FILE] or "")
-    table = _table(tensors, files.name).to(device=files.device, dtype=files.dtype)
+    weights, tokenizer_file = found[WEIGHTS_FILE], found[TOKENIZER_FILE]
+    assert weights is not None
+    assert tokenizer_file is not None
+    table = _table(load_tensors(weights), weights).to(device=files.device, dtype=files.dtype)
     general = files.read_json("config_sentence_transformers.json")
+    try:
+        tokenizer = Tokenizer.from_str(read_bytes(tokenizer_file).decode())
+    except Exception as error:  # the library's only class
+        raise broken(tokenizer_file, first_line(error)) from error
+    last = max(tokenizer.get_vocab().values(), default=0)
+    if last >= len(table):
+        raise broken(weights, f"it has {len(table):,} rows, and {TOKENIZER_FILE} a token {last:,}")
     return {
-        "tokenizer": Tokenizer.from_file(str(found[TOKENIZER_FILE])),
+        "tokenizer": tokenizer,
         "table": table,
         "dense": [load_dense(files, path).to(device=files.device, dtype=files.dtype) for path in paths["Dense"]],
         "prompts": read_prompts(general, files.name),
@@ -222,19 +231,28 @@ def _from_folder(files: ModelFiles) -> dict[str, Any]:
     }
 
 
-def _table(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+def _table(tensors: Mapping[str, Tensor], path: Path) -> Tensor:
     """Return the vectors of all tokens: of sentence-transformers' form, or of model2vec's, which may share and weight.
 
     Raises:
         ConfigError: The file holds neither.
     """
+    table = tensors.get("embedding.weight", tensors.get("embeddings"))
+    if table is None:
+        raise ConfigError(f"{path} holds neither embedding.weight nor embeddings, but {list(tensors)}")
+    # Some of model2vec's tables are rounded to 8 bits.
+    if table.ndim != 2 or 0 in table.shape or not (table.is_floating_point() or table.dtype == torch.int8):
+        raise broken(path, f"its table is {table.dtype} {tuple(table.shape)}, and must be (tokens, dims) of floats")
     if "embedding.weight" in tensors:
-        return tensors["embedding.weight"]
-    if "embeddings" not in tensors:
-        raise ConfigError(f"{name}: {WEIGHTS_FILE} holds neither embedding.weight nor embeddings, but {list(tensors)}")
-    table = tensors["embeddings"]
-    if "mapping" in tensors:
-        table = table[tensors["mapping"].long()]
-    if "weights" in tensors:
-        table = table.to(torch.promote_types(table.dtype, torch.float32)) * tensors["weights"][:, None]
+        return table
+    mapping, weights = tensors.get("mapping"), tensors.get("weights")
+    if mapping is not None:
+        is_list = mapping.ndim == 1 and len(mapping) and not mapping.is_floating_point()
+        if not is_list or mapping.min() < 0 or mapping.max() >= len(table):
+            raise broken(path, f"its mapping leads out of the {len(table):,} rows of its table")
+        table = table[mapping.long()]
+    if weights is not None:
+        if weights.shape != table.shape[:1] or not weights.is_floating_point():
+            raise broken(path, f"its weights are {tuple(weights.shape)} for {len(table):,} tokens")
+        table = table.to(torch.promote_types(table.dtype, torch.float32)) * weights[:, None]
     return table

@@ -14,19 +14,21 @@ import math
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import PIL.Image
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from vembed.batch import Features
 from vembed.errors import ConfigError
+from vembed.models.checked_files import read_json, read_settings
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
 from vembed.models.files import save_weights
-from vembed.models.ngram_bag import SAMPLE_GRAMS, NgramBag, NgramBagConfig, grams_without_values
+from vembed.models.ngram_bag import SAMPLE_GRAMS, NgramBag, NgramBagConfig, Size, grams_without_values
 from vembed.models.pictures import process_pictures, rows_of
 from vembed.models.plannable import Tower, TowerInputs, picture_inputs
 from vembed.models.pooling import unit
@@ -66,12 +68,14 @@ and what is behind the activation."""
 class TinyClipConfig:
     """Shape of the encoder."""
 
-    dimension: int = 256
-    image_size: int = 64  # side to which pictures are resized, in pixels
-    patch_size: int = 4  # side of the squares that become one place each in the first block, in pixels; even
-    channels: tuple[int, ...] = (32, 96, 192)  # of each block; the side halves in each but the first
-    buckets: int = 1 << 14  # rows of the n-gram table
-    max_words: int = 64  # words of a text that count; the rest is cut
+    dimension: Size = 256
+    image_size: Annotated[int, Field(ge=1, le=1 << 12)] = 64  # side to which pictures are resized, in pixels
+    # Side of the squares that become one place each in the first block, in pixels; even.
+    patch_size: Annotated[int, Field(ge=2, le=1 << 12)] = 4
+    # Of each block; the side halves in each but the first.
+    channels: Annotated[tuple[Size, ...], Field(min_length=1, max_length=16)] = (32, 96, 192)
+    buckets: Size = 1 << 14  # rows of the n-gram table
+    max_words: Size = 64  # words of a text that count; the rest is cut
 
     def __post_init__(self) -> None:
         if self.patch_size % 2:
@@ -121,10 +125,7 @@ class TinyClip(TwoTowers):
             ConfigError: Another version of vembed wrote it.
         """
         config = TinyClipConfig() if files.folder is None else _read_config(files.folder / CONFIG_FILE)
-        with files.device:
-            encoder = cls(config, name=files.name).to(files.dtype)
-        files.load_weights(encoder)
-        return encoder
+        return files.load_module(lambda: cls(config, name=files.name))
 
     def featurize_texts(self, texts: list[str], side: Side) -> Features:
         """Hash the n-grams of texts; what a word makes costs a token."""
@@ -216,14 +217,13 @@ class TinyClip(TwoTowers):
 
 
 def _read_config(path: Path) -> TinyClipConfig:
-    content = json.loads(path.read_text("utf-8"))
-    architecture = content.pop("architecture", 1)
+    architecture = read_json(path).get("architecture", 1)
     if architecture != ARCHITECTURE:
         raise ConfigError(
             f"{path}: the model is of architecture {architecture}, and this version of vembed has "
             f"{ARCHITECTURE}, which computes otherwise; train it again, or load it with the version that wrote it"
         )
-    return TinyClipConfig(**{**content, "channels": tuple(content["channels"])})
+    return read_settings(path, TinyClipConfig, beside=frozenset({"architecture"}))
 
 
 def _vision_tower(config: TinyClipConfig) -> nn.Sequential:

@@ -21,7 +21,7 @@ from vembed.batch import Features
 from vembed.errors import ConfigError
 from vembed.models.encoder import About, Encoder
 from vembed.models.exportable import Recipe
-from vembed.models.formats import MODULES_FILE, Pipeline, model_type_of
+from vembed.models.formats import MODULES_FILE, Pipeline, model_type_of, read_modules
 from vembed.models.pictures import (
     ASSUMED_PATCH_SIZE,
     blank_picture,
@@ -30,6 +30,7 @@ from vembed.models.pictures import (
     picture_lengths,
     pictures_of,
     process_pictures,
+    refuse_other_size,
     rows_of,
     run_processor,
 )
@@ -70,6 +71,10 @@ VISION_FAMILIES: dict[str, tuple[tuple[VisionPooling, ...], str]] = {
 
 The mean is one over all tokens, as sentence-transformers has it: the first one and registers included.
 """
+
+
+ONE_SIZE = frozenset({"vit", "vit_mae", "clip_vision_model", "siglip_vision_model"})
+"""Families that take pictures of one size; the others interpolate their positions."""
 
 
 class TransformersPictures(Encoder):
@@ -143,6 +148,8 @@ class VisionEncoder(TransformersPictures):
         self._patch_size = _patch_size(backbone)
         self.normalisation = last_step(image_processor)
         blank = run_processor(image_processor, [blank_picture()])
+        if backbone.config.model_type in ONE_SIZE:
+            refuse_other_size(name, blank["pixel_values"], backbone.config)
         self.picture_tokens = int(picture_lengths(blank["pixel_values"], self._patch_size)[0])
         pooler = getattr(backbone, "pooler", None)
         if self.pooling == "head" and isinstance(pooler, nn.Module):
@@ -290,8 +297,7 @@ def _described_pooling(files: ModelFiles) -> str | None:
     """Return the pooling that sentence-transformers' description of a model names; None where there is none."""
     if files.read(MODULES_FILE) is None:
         return None
-    modules = files.read_json(MODULES_FILE, list)
-    path = next((each["path"] for each in modules if str(each["type"]).endswith(".Pooling")), None)
+    path = next((each["path"] for each in read_modules(files) if each["type"].endswith(".Pooling")), None)
     return "head" if path is None else str(files.read_json(f"{path}/config.json").get("pooling_mode"))
 
 

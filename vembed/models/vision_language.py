@@ -28,7 +28,7 @@ from transformers import AutoModel
 
 from vembed.batch import Composed, Features, Image, Ragged
 from vembed.data.images import ImageError
-from vembed.errors import DataError
+from vembed.errors import ConfigError, DataError
 from vembed.models import attention
 from vembed.models.encoder import About, Encoder
 from vembed.models.formats import model_type_of
@@ -123,6 +123,13 @@ class VisionLanguageEncoder(Encoder):
         placeholders = [getattr(processor, f"{kind}_token", None) for kind in ("image", "video")]
         placeholders.append(self.tokenizer.convert_ids_to_tokens(self._image_id))
         self._placeholders = tuple(dict.fromkeys(each for each in placeholders if each))
+        table: Any = backbone.get_input_embeddings()
+        if (self.tokenizer.pad_token_id or 0) >= len(table.weight):
+            raise ConfigError(
+                f"{name}: its tokenizer pads with token {self.tokenizer.pad_token_id:,}, and its weights have "
+                f"{len(table.weight):,} tokens: tokenizer_config.json is damaged or of another model. Copy the folder "
+                f"again"
+            )
         self._kept_ids = np.array(sorted({*self.tokenizer.all_special_ids, self._image_id}))
 
     @property
@@ -164,6 +171,11 @@ class VisionLanguageEncoder(Encoder):
         )
         whole = [np.array(row, dtype=np.int32) for row in encoded["input_ids"]]
         ids = [self._cut(row, images) for row, (images, _) in zip(whole, contents, strict=True)]
+        if any(images and self._image_id not in row for row, (images, _) in zip(ids, contents, strict=True)):
+            raise ConfigError(
+                f"{self.name}: its tokenizer gives no token {self._image_id} for a picture, which its config.json "
+                f"says: tokenizer.json or config.json is damaged. Copy the folder again"
+            )
         columns = {"input_ids": Ragged.from_rows(ids)}
         for name, known in arrays[0].items():
             columns[name] = Ragged.from_rows([row[name] for row in arrays], dtype=known.dtype.type)

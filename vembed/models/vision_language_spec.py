@@ -52,7 +52,10 @@ def load_processor(
     """
     processor = _stand_in(config) if files.shape else files.processor()
     if family.wording is None and not getattr(processor, "chat_template", None):
-        raise ConfigError(f"{files.name} has no chat template, by which its items are put into words")
+        raise ConfigError(
+            f"{files.name} has no chat template, by which its items are put into words: its chat_template.jinja is "
+            f"missing"
+        )
     most = files.read_json(SETTINGS_FILE).get("image_tokens", family.most_image_tokens)
     wanted = most if files.keys.image_tokens == "auto" else files.keys.image_tokens
     image_tokens = family.limit_images(processor, wanted, files.keys.max_image_size)

@@ -128,7 +128,7 @@ class VisionLateEncoder(VisionLanguageEncoder):
             backbone, layers = backbone.vlm, [_with_weights_of(backbone.embedding_proj_layer)]
         else:
             layers = [] if saved is None else [load_dense(files, HEAD_FOLDER, of=TOKENS)]
-        head = make_head(files, layers, hidden=config.get_text_config().hidden_size, protected=0, **(saved or {}))
+        head = make_head(files, layers, hidden=config.get_text_config().hidden_size, protected=0, saved=saved or {})
         parts = {"backbone": backbone, "processor": processor, "family": family, "spec": spec}
         return cls(files.name, head=head, whole=None if own_form else config, **parts)
 

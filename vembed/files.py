@@ -131,7 +131,7 @@ def disk_error(error: Exception) -> OSError | None:
     return None if code is None else OSError(code, os.strerror(code))
 
 
-BROKEN_ARRAY = (OSError, ValueError, SyntaxError, TokenError)
+BROKEN_ARRAY = (OSError, ValueError, EOFError, SyntaxError, TokenError)
 """What numpy raises for the file of an array whose header is damaged: it is read as Python."""
 
 

@@ -144,7 +144,7 @@ def test_a_truncated_file_is_refused(bert_folder: Path, file: str) -> None:
     load(bert_folder)
     content = (bert_folder / file).read_bytes()
     (bert_folder / file).write_bytes(content[: len(content) // 2])
-    refused(bert_folder, "bert could not be loaded")
+    refused(bert_folder, rf"{file} is broken|bert could not be loaded.*{file}")
 
 
 def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:

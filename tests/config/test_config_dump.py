@@ -160,6 +160,7 @@ OTHER_VALUES = {
     "save_total_limit": 3,
     "eval_batch_size": 8,
     "bm25": False,
+    "bm25_language": "german",
     "oom_retry": False,
     "num_workers": 2,
     "prefetch_factor": 3,
@@ -184,8 +185,8 @@ OTHER_VALUES = {
     "deterministic": True,
 }
 HARMLESS = set(Config.NOT_HASHED) | {
-    "eval_batch_size", "bm25", "oom_retry", "num_processes", "use_fsdp", "sharding_factor", "fsdp_mode", "cpu_offload",
-    "nccl_timeout", "ddp_find_unused_parameters", "dataloader_pin_memory", "resume_elastic",
+    "eval_batch_size", "bm25", "bm25_language", "oom_retry", "num_processes", "use_fsdp", "sharding_factor",
+    "fsdp_mode", "cpu_offload", "nccl_timeout", "ddp_find_unused_parameters", "dataloader_pin_memory", "resume_elastic",
 }  # fmt: skip
 
 

@@ -185,6 +185,7 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ({"fp16": True, "torch_dtype": "float64"}, {"fp16": True, "torch_dtype": "float32"}, "fp16 would undo"),
     ({"bf16": False, "torch_dtype": "bfloat16"}, {"bf16": True, "torch_dtype": "bfloat16"}, "compute in bfloat16"),
     ({"fp16": True, "torch_dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, "fp16 has no use for weights"),
+    ({"bm25": False, "bm25_language": "german"}, {"bm25_language": "german"}, "bm25_language has no effect"),
     (
         {"teacher_model_name": "t"},
         {"teacher_model_name": "t", "loss_type": "margin_mse"},

@@ -97,7 +97,9 @@ def test_joined_features_encode_as_the_parts_with_prompts_of_unequal_length(bert
 def test_a_prompt_is_measured_as_it_is_encoded_in_lower_case(tmp_path: Path) -> None:
     tokenizer = wordpiece_tokenizer(lower_case=False)
     tokenizer.add_tokens(["QUERY"])  # one token in capitals, five letters otherwise
-    encoder = load(write_model(tmp_path, "bert", tokenizer=tokenizer), prompts={"query": "QUERY "})
+    encoder = load(
+        write_model(tmp_path, "bert", tokenizer=tokenizer, vocab_size=len(tokenizer)), prompts={"query": "QUERY "}
+    )
     without = replace(encoder.spec, include_prompt=False)
     encoder.spec = without
     assert encoder.featurize(["sea"], "query").per_row["prompt_lengths"].tolist() == [2]

@@ -149,13 +149,15 @@ def test_a_checkpoint_of_another_configuration_is_refused_with_the_ways_on(data:
 LISTED = [
     {"loss_type": "triplet", "triplet_negatives": "listed"},
     {"hardness_mode": "hard_negatives"},
-    {"loss_type": "cosent", "added_losses": {"triplet": 0.5}, "triplet_negatives": "listed", "label_kind": "pair"},
+    {"loss_type": "cosent", "added_losses": {"triplet": 0.5}, "triplet_negatives": "listed", "label_kind": "grade"},
 ]
 
 
 @pytest.mark.parametrize("keys", LISTED)
 def test_a_loss_of_hard_negatives_alone_is_refused_where_no_row_has_any(data: Path, keys: dict[str, object]) -> None:
-    rows = [json.loads(line) | ({"label": 1} if "label_kind" in keys else {}) for line in data.open()]
+    rows = [json.loads(line) for line in data.open()]
+    if "label_kind" in keys:
+        rows = [row | {"label": grade} for grade, row in enumerate(rows, 1)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     mined = "" if "label_kind" in keys else "let the run find some (mine=once), "
     name = "hardness_mode" if "hardness_mode" in keys else "triplet_negatives"
@@ -167,7 +169,7 @@ def test_a_loss_of_hard_negatives_alone_is_refused_where_no_row_has_any(data: Pa
     )
     if "label_kind" not in keys:
         load_data(configured(data, **keys, val_data_path=str(data), mine="once"))
-    rows[0] |= {"positive": rows[0]["positive"], "negatives": ["none of it"]}
+    rows[0] |= {"negatives": ["none of it"]} | ({"label": [1, 0]} if "label_kind" in keys else {})
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     load_data(configured(data, **keys, val_data_path=str(data)))
 
@@ -184,14 +186,15 @@ def test_a_source_without_what_its_own_loss_learns_from_is_refused(
 ) -> None:
     rows = [json.loads(line) | more for line in data.open()]
     data.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    other, row = data.with_name("other.jsonl"), {"query": "q", "positive": "p", "negatives": ["n"]}
-    other.write_text(3 * f"{json.dumps(row)}\n")
-    loss, others = keys["loss"], {key: value for key, value in keys.items() if key != "loss"}
+    other = data.with_name("other.jsonl")
+    others = [{"query": f"q{number}", "positive": f"p{number}", "negatives": ["n"]} for number in range(3)]
+    other.write_text("".join(json.dumps(row) + "\n" for row in others))
+    loss, more_keys = keys["loss"], {key: value for key, value in keys.items() if key != "loss"}
 
     def load(path: Path) -> None:
         sources = [{"path": str(path), "loss": loss}, {"path": str(other)}]
         given = {"model_name": "m", "data": sources, "source_batches": "single", "val_data_path": str(other)}
-        load_data(load_values(given | others, {}).config)
+        load_data(load_values(given | more_keys, {}).config)
 
     with pytest.raises(DataError, match="learns from the hard negatives of rows, and no row has any") as refused:
         load(data)

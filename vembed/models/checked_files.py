@@ -236,6 +236,16 @@ def load_module(make: Callable[[], Module], path: Path) -> Module:
         ConfigError: The file is damaged, or holds other tensors.
     """
     module = make_module(make, torch.device("meta"), path.parent)
+    load_weights(module, path)
+    return module
+
+
+def load_weights(module: nn.Module, path: Path) -> None:
+    """Load the weights of a file into a module; one without memory gets it on the CPU once the file fits.
+
+    Raises:
+        ConfigError: The file is damaged, or holds other tensors.
+    """
     wanted = module.state_dict()
     with opened_weights(path) as file:
         there = file.keys()
@@ -252,8 +262,9 @@ def load_module(make: Callable[[], Module], path: Path) -> Module:
                     f"{name} is {held.get_dtype()} {shape}, and the model's settings mean {tuple(tensor.shape)} of "
                     f"{str(tensor.dtype).removeprefix('torch.')}",
                 )
-        module.to_empty(device="cpu").load_state_dict({name: file.get_tensor(name) for name in there})
-    return module
+        if any(tensor.is_meta for tensor in wanted.values()):
+            module.to_empty(device="cpu")
+        module.load_state_dict({name: file.get_tensor(name) for name in there})
 
 
 LIBRARY_FILES = frozenset(

@@ -24,7 +24,16 @@ from vembed.data.images import Background
 from vembed.errors import ConfigError, MachineError
 from vembed.files import is_folder
 from vembed.models.adapters.quantized import four_bit_config
-from vembed.models.checked_files import CONFIG_KINDS, KINDS, Module, check_folder, load_module, make_module, read_json
+from vembed.models.checked_files import (
+    CONFIG_KINDS,
+    KINDS,
+    Module,
+    check_folder,
+    load_module,
+    load_weights,
+    make_module,
+    read_json,
+)
 from vembed.models.names import locate, nearest_folder
 from vembed.text import first_line
 
@@ -128,9 +137,19 @@ class ModelFiles:
         Raises:
             ConfigError: The file is damaged, or holds other tensors.
         """
+        wanted = dtype or self.dtype
         if self.has_weights and self.folder is not None:
-            return load_module(make, self.folder / file).to(dtype or self.dtype)
-        return make_module(make, self.device, self.name).to(dtype or self.dtype)
+            return load_module(lambda: make().to(wanted), self.folder / file)
+        return make_module(make, self.device, self.name).to(wanted)
+
+    def load_weights(self, module: nn.Module, file: str = WEIGHTS_FILE) -> None:
+        """Load what `save_weights` wrote; nothing where the model starts from scratch or no weights are wanted.
+
+        Raises:
+            ConfigError: The file is damaged, or holds other tensors.
+        """
+        if self.has_weights and self.folder is not None:
+            load_weights(module, self.folder / file)
 
     def _unreachable(self, error: Exception) -> MachineError:
         near = nearest_folder(Path(self.name)) if is_folder(Path(self.name).parent) else ""

@@ -221,7 +221,8 @@ def diagnose_start(rows: Sequence[Mapping[str, float]]) -> Finding | None:
         f"The loss was 0 in {'the only step' if len(losses) == 1 else f'each of the {len(losses):,} steps so far'}: "
         f"the model learns nothing.",
         "Look at the rows: all positives of a batch may be copies of each other, which mask_false_negatives leaves out "
-        "as negatives, or of one class; then at loss_type and its keys, such as a margin that every row meets.",
+        "as negatives, or of one class; then at loss_type and its keys: a margin that every row meets, or a "
+        "false_negative_filter that leaves out every negative (lower false_negative_margin).",
     )
 
 

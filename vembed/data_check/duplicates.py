@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vembed.data.near import SIMILAR, alike_within
 from vembed.data_check.findings import MOST_EXAMPLES, Finding, alike_text
-from vembed.data_check.near import SIMILAR, alike_within
 
 if TYPE_CHECKING:
     from typing import Literal

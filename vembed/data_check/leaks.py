@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from vembed.data.near import SIMILAR, alike_between
 from vembed.data_check.duplicates import spread
 from vembed.data_check.findings import Finding, alike_text
-from vembed.data_check.near import SIMILAR, alike_between
 
 if TYPE_CHECKING:
     from collections.abc import Callable

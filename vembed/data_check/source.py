@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.batch import Composed, Image
+from vembed.data.near import BANDS, normalised, sketches
 from vembed.data.problems import AllProblems
 from vembed.data.sources import load_records
 from vembed.data.table import BLOCK_ROWS
-from vembed.data_check.near import BANDS, normalised, sketches
 from vembed.data_check.scripts import num_words, script_of
 from vembed.errors import DataError
 from vembed.pages.text import clip

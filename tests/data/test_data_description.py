@@ -36,7 +36,7 @@ def loaded(file: Path, **mapping: Any) -> LoadedRecords:
 
 def test_the_lines_say_how_many_rows_which_columns_and_one_row(write_jsonl: WriteJsonl) -> None:
     rows = [{**GOOD, "question": f"what purrs {number} " * 9, "x": 1, "y": 2} for number in range(300)]
-    lines = describe("pets.jsonl", loaded(write_jsonl(rows)), held_out=15)
+    lines = describe("pets.jsonl", loaded(write_jsonl(rows)), parts={"dev": 15})
     assert lines["data"] == "300 rows of pets.jsonl: 285 train, 15 dev; 0 hard negatives"
     assert lines["columns"] == "question as query, answer as positive; ignored: x, y"
     shown = ("what purrs 0 " * 9)[:60]

@@ -100,7 +100,10 @@ def test_the_verdict_is_of_the_mean_over_the_test_sets(finished: tuple[Path, Run
 def test_the_log_has_a_line_for_each_set_and_ends_with_the_verdict(finished: tuple[Path, RunResult]) -> None:
     output, result = finished
     lines = [line.split(" INFO ")[-1] for line in (output / "train.log").read_text().splitlines()]
-    assert lines[-5:-1] == [f"{each.role:12}  {each.line}" for each in result.sets]
+    count = len(result.caveats)
+    assert count == 2, "the first set is the training data: one caveat for it, one for the mean"
+    assert lines[-5 - count : -1 - count] == [f"{each.role:12}  {each.line}" for each in result.sets]
+    assert lines[-1 - count : -1] == [f"{'caveat':12}  {caveat}" for caveat in result.caveats]
     assert lines[-1] == headline(result.verdict, result.sets)
 
 

@@ -59,6 +59,7 @@ class TrainKeys(TypedDict, total=False):
     val_fraction: Literal["auto"] | float
     test_data_path: str | Path | Sequence[str] | None
     guard_data: str | Sequence[str] | None
+    leak: Literal["warn", "drop", "refuse"]
     data_split: str | None
     val_data_split: str | None
     test_data_split: str | None

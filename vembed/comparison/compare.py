@@ -519,7 +519,7 @@ def load_task(run: Run, result: SetResult) -> tuple[RetrievalData | None, str]:
     config = run.config
     try:
         keys = DataKeys.model_validate({name: config[name] for name in DataKeys.model_fields if name in config})
-        if result.key == "test":
+        if result.key == "test" and keys.test_data_path:
             task = load_retrieval(
                 listed(keys.test_data_path)[0], SourceOptions("test", keys.test_data_split, keys), takes_pairs=True
             )
@@ -528,7 +528,9 @@ def load_task(run: Run, result: SetResult) -> tuple[RetrievalData | None, str]:
                 keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys), takes_pairs=True
             )
         else:
-            held_out = load_run_data(keys, needs_dev=True).dev
+            divides = config.get("eval_strategy") != "no"
+            data = load_run_data(keys, needs_dev=True, divides=divides)
+            held_out = data.test or data.dev
             assert held_out is not None
             task = held_out
         if result.content and content_hash(task) != result.content:

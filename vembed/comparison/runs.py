@@ -227,7 +227,7 @@ def _read_sets(
 ) -> tuple[SetResult, ...]:
     """Return the results of the chosen model, that of the verdict first."""
     hashes = report.get("data_hashes") or {}
-    first = "test" if config.get("test_data_path") else "dev"
+    first = "test" if config.get("test_data_path") or "test" in hashes else "dev"
     below = folder / "evaluation"
     further = sorted(path.name for kind in ("test", "guard") for path in below.glob(f"{kind}-*") if is_folder(path))
     further.sort(key=lambda name: (int(end) if (end := name.rpartition("-")[2]).isdigit() else 0, name))

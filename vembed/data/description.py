@@ -10,6 +10,8 @@ from vembed.redact import redact
 from vembed.text import cut, plural, quoted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vembed.batch import Item
     from vembed.data.columns import ColumnsRead
     from vembed.data.table import LoadedRecords, Record
@@ -29,22 +31,23 @@ def columns_text(columns: ColumnsRead) -> str:
     return "; ".join([", ".join(parts)] * bool(parts) + ignored + [*columns.tables])
 
 
-def describe(path: str, loaded: LoadedRecords, *, held_out: int | None = None) -> dict[str, str]:
+def describe(path: str, loaded: LoadedRecords, *, parts: Mapping[str, int] | None = None) -> dict[str, str]:
     """Return what was read of a source of records by label: "data", "columns" (where the source has any), "example".
 
     Args:
-        held_out: Rows among the loaded ones that aren't trained on; None says nothing of it.
+        parts: How many of the loaded rows aren't trained on, by what they are for; None says nothing of it.
     """
     table = loaded.table
     counts = plural(len(table), "row")
-    parts = [f"{counts} of {cut(path, 200)}"]
-    if held_out is not None:
-        parts[0] += f": {len(table) - held_out:,} train, {held_out:,} dev"
+    facts = [f"{counts} of {cut(path, 200)}"]
+    if parts:
+        uses = {"train": len(table) - sum(parts.values()), **parts}
+        facts[0] += f": {', '.join(f'{count:,} {use}' for use, count in uses.items())}"
     if loaded.num_invalid:
-        parts.append(f"{plural(loaded.num_invalid, 'invalid row')} dropped")
-    parts.append(plural(len(table.numbers("negatives")[1]), "hard negative"))
+        facts.append(f"{plural(loaded.num_invalid, 'invalid row')} dropped")
+    facts.append(plural(len(table.numbers("negatives")[1]), "hard negative"))
     columns = columns_text(loaded.columns)
-    said = {"data": "; ".join(parts), **({"columns": columns} if columns else {}), "example": example(table[0])}
+    said = {"data": "; ".join(facts), **({"columns": columns} if columns else {}), "example": example(table[0])}
     return {name: redact(text) for name, text in said.items()}
 
 

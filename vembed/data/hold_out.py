@@ -4,6 +4,8 @@
    0 or lower counts as a positive, unless too few rows could be held out then.
 2. Components are ordered by their smallest content hash.
 3. Components are taken whole, in that order, while they fit; one that is too large is passed over.
+4. Where nobody gave a test set, what was taken is divided once more, in the same way, into a dev set and a test set, as
+   long as each resolves a difference that matters (`divide`).
 
 Held-out queries search their own documents among some that are trained on: finding one of 15 documents is easy for any
 model. A training document of a held-out class would be a right answer and is left out.
@@ -43,6 +45,9 @@ SPREAD = 0.23
 
 COARSE = 0.03
 """Difference of nDCG@10 from which it is worth saying that a dev set can't resolve it."""
+
+ENOUGH_QUERIES = math.ceil((2 * SPREAD / COARSE) ** 2)
+"""Queries that resolve `COARSE`: 236."""
 
 BLOCK_IDS = 65_536
 """Ids that are compared at a time."""
@@ -113,14 +118,39 @@ def _wanted(num_rows: int, fraction: float | None) -> int:
     return min(MOST_ROWS, max(part(SHARE), min(ENOUGH_ROWS, part(LARGEST_SHARE))))
 
 
-def held_out_task(table: RecordTable, split: HeldOut, label_kind: str = "auto") -> RetrievalData:
+def divide(table: RecordTable, split: HeldOut) -> tuple[HeldOut, HeldOut] | None:
+    """Divide held-out rows in two equal parts, one that chooses a checkpoint and one that gives the verdict on it.
+
+    No text or picture is a query or a positive in both.
+
+    Returns:
+        Both parts beside the rows to train on; None where one has fewer than `ENOUGH_QUERIES` queries.
+    """
+    if len(split.held_out_rows) < 2 * ENOUGH_QUERIES:
+        return None
+    held_out = table.subset(split.held_out_rows)
+    try:
+        halves = hold_out(held_out, fraction=0.5)
+    except DataError:  # all rows hang together
+        return None
+    parts = (halves.train_rows, halves.held_out_rows)
+    queries = held_out.items.ids[held_out.numbers("query")[1]]
+    if min(len(np.unique(queries[rows])) for rows in parts) < ENOUGH_QUERIES:
+        return None
+    dev, test = (split._replace(held_out_rows=split.held_out_rows[rows], notes=()) for rows in parts)
+    return dev, test
+
+
+def held_out_task(
+    table: RecordTable, split: HeldOut, label_kind: str = "auto", *, name: str = "held out"
+) -> RetrievalData:
     """Return held-out rows as a task; where they search, documents are filled up with those of training rows.
 
     Raises:
         DataError: No held-out row has a positive.
         ImageError: A picture can't be read any more.
     """
-    task = task_from_records(table.subset(split.held_out_rows), "held out", label_kind)
+    task = task_from_records(table.subset(split.held_out_rows), name, label_kind)
     if task.grades:
         return task
     missing = FEWEST_DOCUMENTS - len(task.documents)
@@ -129,7 +159,7 @@ def held_out_task(table: RecordTable, split: HeldOut, label_kind: str = "auto") 
     if not added:
         return task
     own = plural(len(task.documents), "document")
-    note = f"the held-out queries search their own {own} and {len(added):,} of training."
+    note = f"the {name.replace('held out', 'held-out')} queries search their own {own} and {len(added):,} of training."
     return replace(task, documents={**added, **task.documents}, notes=(*task.notes, note))
 
 

@@ -131,7 +131,9 @@ class DataKeys(SourceKeys):
         "auto",
         "Share of the training rows that is held out to choose the best checkpoint, where val_data_path is null. auto: "
         "5%, at least 100 rows where that is at most a fifth, at most 1,000. No text or picture is a query or a "
-        "positive on both sides; documents of training rows fill what the held-out queries search up to 1,000.",
+        "positive on both sides; documents of training rows fill what the held-out queries search up to 1,000. Where "
+        "test_data_path is null too and the held-out queries are enough (472), half of them are a test set for the "
+        "verdict, which chooses nothing.",
         acts_with={"val_data_path": (None,)},
     )
     test_data_path: Name | Paths | None = key(
@@ -143,6 +145,13 @@ class DataKeys(SourceKeys):
         None,
         "Sets on which the model should lose nothing: evaluated before and after training, each with a line in the "
         "verdict that says whether the model forgets. As test_data_path.",
+    )
+    leak: Literal["warn", "drop", "refuse"] = key(
+        "warn",
+        "What becomes of training rows that hold a query of val_data_path, test_data_path or guard_data and a document "
+        "that is relevant to it. warn: plan and verdict say so, and the verdict is given again without those queries. "
+        "drop: the rows are left out. refuse: the run stops while planning. Texts are compared without regard to case, "
+        "white space and compatible forms of characters, pictures by their bytes.",
     )
     data_split: Name | None = key(None, "Split of data_path; null is its training split.", acts_with={"data_path": ANY})
     val_data_split: Name | None = key(

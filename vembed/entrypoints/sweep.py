@@ -107,11 +107,6 @@ class _Sweep:
         """That of the first trial."""
         return self.configs[self.trials[0].name]
 
-    @property
-    def has_test(self) -> bool:
-        """Whether the verdict is on another set than the choice."""
-        return self.config.test_data_path is not None
-
 
 def _run(parsed: argparse.Namespace, command: str) -> int:
     sweep = _checked(parsed)
@@ -288,14 +283,15 @@ def _report(parsed: argparse.Namespace, sweep: _Sweep, outcomes: Sequence[Outcom
 
     metric = dev_metric(outcomes, sweep.config.metric_for_best_model)
     ranked = rank(outcomes, metric)
+    has_test = any(each.on_test for each in outcomes)
     print(*terminal_lines(ranked, metric), sep="\n")
-    print(*chosen_lines(ranked, metric, has_test=sweep.has_test), sep="\n")
+    print(*chosen_lines(ranked, metric, has_test=has_test), sep="\n")
     facts = {} if config_path(parsed) is None else {"configuration": redact(str(config_path(parsed)))}
     facts["asked"] = redact(" ".join(sweep.asked))
     if parsed.config_override:
         facts["overrides"] = redact(" ".join(parsed.config_override))
     if any(each.word in ("best", "shorter") for each in ranked):
-        page = sweep_page(ranked, metric, has_test=sweep.has_test, facts=facts, command=command)
+        page = sweep_page(ranked, metric, has_test=has_test, facts=facts, command=command)
         write_page(sweep.folder, page, name="sweep")
         print(f"report: {redact(str(sweep.folder / 'sweep.html'))}")
         _compare(sweep, ranked)

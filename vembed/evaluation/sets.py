@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vembed.evaluation.significance import guard_verdict, mean_verdict, verdict
+from vembed.text import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.result import EvaluationResult
@@ -44,12 +45,31 @@ class SetOutcome:
     verdict: Verdict  # of a guard set its sentence begins with "forgets" in place of "worse"
     baseline: EvaluationResult
     final: EvaluationResult
+    trained: frozenset[str] = frozenset()  # queries that training rows hold with an answer
+    near: frozenset[str] = frozenset()  # further queries that nearly equal such ones
 
     @classmethod
-    def of(cls, role: SetRole, baseline: EvaluationResult, final: EvaluationResult, metric: str) -> SetOutcome:
+    def of(
+        cls,
+        role: SetRole,
+        baseline: EvaluationResult,
+        final: EvaluationResult,
+        metric: str,
+        *,
+        trained: Collection[str] = (),
+        near: Collection[str] = (),
+    ) -> SetOutcome:
         """Compare the model before and after training, by the metric or by what decides on the set instead."""
         judge = guard_verdict if role == "guard" else verdict
-        return cls(role, judge(baseline, final, final.deciding(metric)), baseline, final)
+        judged = judge(baseline, final, final.deciding(metric))
+        return cls(role, judged, baseline, final, frozenset(trained), frozenset(near))
+
+    @property
+    def unseen(self) -> SetOutcome | None:
+        """The outcome on the queries that were neither trained on nor nearly so; None where no query is left."""
+        seen = self.trained | self.near
+        baseline, final = self.baseline.without(seen), self.final.without(seen)
+        return SetOutcome.of(self.role, baseline, final, self.verdict.comparison.metric) if final.num_queries else None
 
     @property
     def forgets(self) -> bool:
@@ -83,10 +103,41 @@ def averaged(outcomes: Sequence[SetOutcome]) -> list[SetOutcome]:
     return [first, *(each for each in more if each.verdict.comparison.metric == first.verdict.comparison.metric)]
 
 
+def caveats(outcomes: Sequence[SetOutcome], num_choices: int) -> tuple[str, ...]:
+    """Return what takes from the worth of a verdict, one sentence each: queries that were trained on, a choice.
+
+    Args:
+        num_choices: Checkpoints that the set of the verdict chose one of.
+    """
+    found = []
+    for outcome in outcomes:
+        if not outcome.trained | outcome.near:
+            continue
+        counts = [(len(outcome.trained), "trained on with an answer"), (len(outcome.near), "nearly trained on")]
+        told = " and ".join(f"{count:,} {'was' if count == 1 else 'were'} {words}" for count, words in counts if count)
+        left = outcome.unseen
+        without = f"without them {left.verdict.sentence}" if left else "no other is left to judge by"
+        of = f"of {plural(outcome.final.num_queries, 'query', 'queries')} of {outcome.final.task}"
+        found.append(f"{of}, {told}; {without}")
+    alike = averaged(outcomes)
+    if len(alike) > 1 and any(each.trained | each.near for each in alike):
+        unseen = [left for each in alike if (left := each.unseen) is not None]
+        found += [f"all test sets without such queries: {overall(unseen).sentence}"] if unseen else []
+    if num_choices > 1:
+        found.append(
+            f"the verdict is on the dev set that chose one of {num_choices} checkpoints, which flatters it; give "
+            f"test_data_path for one that counts"
+        )
+    return tuple(found)
+
+
 def headline(decided: Verdict, outcomes: Sequence[SetOutcome]) -> str:
-    """Return the line that ends a run: the verdict, and the guard sets on which the model forgets."""
+    """Return the line that ends a run: the verdict, what was trained on of its sets, what the model forgets."""
+    line = decided.sentence
+    if num_trained := sum(len(each.trained) for each in outcomes if each.role != "guard"):
+        line += f"; trained on {num_trained:,} of these queries"
     lost = [each.final.task for each in outcomes if each.forgets]
-    return f"{decided.sentence}; forgets on {', '.join(lost)}" if lost else decided.sentence
+    return f"{line}; forgets on {', '.join(lost)}" if lost else line
 
 
 def worse_than_untrained(evaluations: Sequence[tuple[int, Mapping[str, float]]], metric: str, kept_step: int) -> str:

@@ -130,10 +130,15 @@ class Plan:
     @property
     def rough_step_seconds(self) -> float | None:
         """Seconds of a step by rough figures of the device; None where it isn't a known one."""
+        return (self.guessed_step_seconds or None) if self.device_is_known else None
+
+    @property
+    def guessed_step_seconds(self) -> float:
+        """Seconds of a step by figures of the device, or of a general one where it isn't known; 0 where nothing is."""
         chosen = next((each for each in self.candidates if self.recommends(each)), None)
-        if chosen is None or not self.device_is_known:
-            return None
-        return chosen.compute_seconds / max(chosen.scaling_efficiency, 1e-9) * self.batch.accumulated or None
+        if chosen is None:
+            return 0.0
+        return chosen.compute_seconds / max(chosen.scaling_efficiency, 1e-9) * self.batch.accumulated
 
     def with_decisions(self, decisions: Mapping[str, Any]) -> Plan:
         """Return the plan with other decisions, by their keys in plan.json."""

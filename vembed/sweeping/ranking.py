@@ -74,6 +74,7 @@ def chosen_lines(ranked: Sequence[Ranked], metric: str, *, has_test: bool) -> li
     if equals:
         lines.append(f"noise explains its difference to {equals} of the {len(finished) - 1} others")
     lines.append(f"its verdict: {best.sentence}")
+    lines += [f"caveat: {caveat}" for caveat in best.caveats]
     if has_test:
         lines.append(
             f"one of {len(ranked)} was chosen on the dev set, so its dev value flatters it; the test set had no "

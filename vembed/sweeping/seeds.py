@@ -181,6 +181,7 @@ def _lines(report: SeedsReport) -> list[str]:
     lines += [f"report  {report.kept.folder.parent / f'{NAME}.html'}"]
     if len(report.sets) > 1:
         lines += [f"{result.role:<5}  {result.name}: {result.sentence}" for result in report.sets]
+    lines += [f"caveat  {report.kept.trial.name}: {caveat}" for caveat in report.kept.caveats]
     sentence = report.whole.verdict.sentence
     lost = [result.name for result in report.sets if result.is_forgotten]
     return [*lines, f"{sentence}; forgets on {', '.join(lost)}" if lost else sentence]

@@ -71,6 +71,8 @@ class Outcome:
     dev: EvaluationResult | None = None  # of the model that it kept; None where it failed
     kept_step: int = 0
     sentence: str = ""  # the verdict of the run
+    on_test: bool = False  # whether that is on another set than the dev set
+    caveats: Sequence[str] = ()  # what takes from the verdict's worth
     error: str = ""  # why it failed
     is_done: bool = True  # whether the same command leaves it as it is; else it trains it again
     data: Mapping[str, str] = field(default_factory=dict)  # "training", "dev" or another set -> hash of its content
@@ -185,7 +187,16 @@ def read_run(trial: Trial, folder: Path, metric: str) -> Outcome:
     except ValueError as error:
         raise DataError(f"{folder}: {error} Trials can't be compared by it") from error
     data = report.get("data_hashes") or {}  # older versions recorded none
-    return Outcome(trial, folder, dev, kept, report["verdict"]["sentence"], data=data)
+    return Outcome(
+        trial,
+        folder,
+        dev,
+        kept,
+        report["verdict"]["sentence"],
+        on_test=any(row.get("role") == "test" for row in report.get("sets", ())),
+        caveats=report.get("caveats", ()),
+        data=data,
+    )
 
 
 def run_report(folder: Path) -> dict[str, Any]:
@@ -201,6 +212,8 @@ def run_report(folder: Path) -> dict[str, Any]:
         fit(str, report["verdict"]["sentence"], where="sentence")
         fit(str, report["dev_task"], where="dev_task")
         fit(dict[str, str], report.get("data_hashes") or {}, where="data_hashes")
+        fit(list[dict[str, Any]], report.get("sets") or [], where="sets")
+        fit(list[str], report.get("caveats") or [], where="caveats")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not the report of a finished run: {error}; delete {folder} to train again") from error
     return report

@@ -19,15 +19,16 @@ from vembed.text import plural
 from vembed.training.progress import LABEL_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from vembed.data.overlap import Overlap
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.evaluator import EncodedTask
     from vembed.evaluation.keys import Bm25Language
     from vembed.evaluation.result import EvaluationResult
-    from vembed.evaluation.sets import FurtherSet
+    from vembed.evaluation.sets import FurtherSet, SetRole
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Evaluations:
     # between never are
     both_directions: bool = False
     further: tuple[FurtherSet, ...] = ()  # measured before and after training, besides
+    overlaps: Mapping[str, Overlap] = field(default_factory=dict)  # set -> what the training rows share with it
     ranks: Ranks = field(default_factory=Ranks)  # who takes part. All must make the same calls.
     _said: set[str] = field(default_factory=set)
 
@@ -117,8 +119,18 @@ class Evaluations:
         found = []
         for each in self.further:
             final = self._evaluate(f"{each.folder}/final", each.task).forward
-            found.append(SetOutcome.of(each.role, self._read(f"{each.folder}/baseline"), final, self.metric))
+            found.append(self._outcome(each.folder, each.role, self._read(f"{each.folder}/baseline"), final))
         return tuple(found)
+
+    def verdict_outcome(self, baseline: EvaluationResult, final: EvaluationResult) -> SetOutcome:
+        """Compare the untrained and the kept model on the verdict's set."""
+        role: SetRole = "dev" if self.test is None else "test"
+        return self._outcome(role, role, baseline, final)
+
+    def _outcome(self, name: str, role: SetRole, baseline: EvaluationResult, final: EvaluationResult) -> SetOutcome:
+        overlap = self.overlaps.get(name)
+        trained, near = (overlap.trained, overlap.near or ()) if overlap else ((), ())
+        return SetOutcome.of(role, baseline, final, self.metric, trained=trained, near=near)
 
     def last(self, step: int) -> Directions | None:
         """Evaluate the model of the last step on the verdict's set, where another one is kept.

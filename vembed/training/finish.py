@@ -17,7 +17,7 @@ from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
 from vembed.evaluation.directions import Directions, recall_sums
 from vembed.evaluation.report.run_report import Reverse, RunReport
-from vembed.evaluation.sets import SetOutcome, headline, overall, worse_than_untrained
+from vembed.evaluation.sets import caveats, headline, overall, worse_than_untrained
 from vembed.evaluation.significance import Verdict, verdict
 from vembed.files import new_folder, share_permissions
 from vembed.models.adapters.lora import has_adapters, merge_adapters
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.evaluation.result import EvaluationResult
-    from vembed.evaluation.sets import SetRole
+    from vembed.evaluation.sets import SetOutcome
     from vembed.models.encoder import Encoder
     from vembed.training.run import Run
 
@@ -60,6 +60,7 @@ class RunResult:
     reverse: Reverse | None = None  # baseline and kept model with documents that search queries, where that is measured
     last: EvaluationResult | None = None  # the model of the last step, where another one is kept
     sets: tuple[SetOutcome, ...] = ()  # of each test set, that of baseline and final first, and each guard set
+    caveats: tuple[str, ...] = ()  # what takes from the verdict's worth: queries that were trained on, a dev set
 
     @property
     def metric(self) -> str:
@@ -100,8 +101,8 @@ def finish_run(run: Run, baseline: EvaluationResult) -> RunResult:
 
     # 4. Judge and report, on the first rank alone.
     def conclude() -> RunResult:
-        role: SetRole = "dev" if evaluations.test is None else "test"
-        sets = (SetOutcome.of(role, baseline, final.forward, evaluations.metric), *further)
+        on_dev = run.data.hashes.get("test") in (None, run.data.hashes.get("dev"))
+        sets = (evaluations.verdict_outcome(baseline, final.forward), *further)
         reverse = None
         if baseline_reversed is not None and final.reverse is not None:
             reverse = Reverse(
@@ -120,6 +121,7 @@ def finish_run(run: Run, baseline: EvaluationResult) -> RunResult:
             reverse=reverse,
             last=None if last is None else last.forward,
             sets=sets,
+            caveats=caveats(sets, num_choices=sum(step > 0 for step, _ in state.evaluations) if on_dev else 0),
         )
         _publish(run, result, final, kept_step)
         return result
@@ -206,6 +208,8 @@ def _publish(run: Run, result: RunResult, final: Directions, kept_step: int) -> 
         lost := worse_than_untrained(run.state.evaluations, run.evaluations.metric, kept_step)
     ):
         _log.warning("%s", lost)
+    for caveat in result.caveats:
+        line("caveat", caveat)
     _log.info("%s", headline(result.verdict, result.sets))
 
 
@@ -236,6 +240,7 @@ def _report(
         verdict=result.sets[0].verdict,
         overall=result.verdict,
         sets=result.sets,
+        caveats=result.caveats,
         task=evaluations.verdict_task,
         baseline=result.baseline,
         final=result.final,

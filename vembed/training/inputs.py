@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id
-from vembed.data.description import describe
-from vembed.data.hold_out import held_out_task, hold_out, resolution_notes
+from vembed.data.description import describe, example
+from vembed.data.hold_out import ENOUGH_QUERIES, divide, held_out_task, hold_out, resolution_notes
 from vembed.data.keys import listed
+from vembed.data.overlap import JudgedSets
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records, refuse_missing
 from vembed.data.splits import SourceOptions
-from vembed.data.table import LoadedRecords, RecordTable
+from vembed.data.table import TEXT, LoadedRecords, RecordTable
 from vembed.errors import DataError
 from vembed.evaluation.sets import FurtherSet
 from vembed.redact import redact
-from vembed.text import quoted
+from vembed.text import plural, quoted
 from vembed.training.pictures import ItemCounts, PictureSizes, PictureSurvey
 
 if TYPE_CHECKING:
@@ -33,12 +34,15 @@ if TYPE_CHECKING:
     from vembed.data.columns import LossNeeds
     from vembed.data.images import ImageLimits
     from vembed.data.keys import DataKeys
+    from vembed.data.overlap import Overlap
     from vembed.data.retrieval import RetrievalData
     from vembed.data.table import ItemTable
 
 
 SUGGESTED_SET = "builtin:stdlib-code"
-_TEXT = tuple(MODALITY_WORDS).index("text")
+
+SHOWN_LEAKS = 3
+"""Training rows that stand in the message about leaking ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,44 @@ class RunData:
     read: Mapping[str, str] = field(default_factory=dict)  # what was read of each source, by label, for the plan
     more_facts: tuple[tuple[str, str], ...] = ()  # what the run did with them, as (label, value)
     further: tuple[FurtherSet, ...] = ()  # other test sets, and guard sets
+    judged: JudgedSets | None = None  # sets that were given, compared with the training rows
+    overlaps: Mapping[str, Overlap] = field(default_factory=dict)  # what came of it, by the names of `hashes`
     corpus: ItemTable | None = None  # further documents that negatives are mined from
 
     def with_corpus(self, corpus: ItemTable) -> RunData:
         """Return the data with further documents that negatives are mined from."""
         both = hashlib.sha256(self.fingerprint.encode() + corpus.ids.astype("<i8").tobytes()).hexdigest()
         return replace(self, corpus=corpus, fingerprint=both)
+
+    @property
+    def sets(self) -> dict[str, RetrievalData]:
+        """Every set that is evaluated, by the names of `hashes`."""
+        sets = {"dev": self.dev, "test": self.test, **{each.folder: each.task for each in self.further}}
+        return {name: task for name, task in sets.items() if task is not None}
+
+    def set_facts(self) -> dict[str, str]:
+        """Return the sizes of the dev, test and guard sets and what they share with the training rows, by label."""
+        lines: dict[str, list[str]] = {}
+        for name, task in self.sets.items():
+            overlap = f"; {self.overlaps[name].line}" if name in self.overlaps else ""
+            lines.setdefault(f"{name.partition('-')[0]} set", []).append(_task_fact(task) + overlap)
+        return {label: redact(" | ".join(of_role)) for label, of_role in lines.items()}
+
+    def leaks(self) -> list[str]:
+        """Return a sentence for each set with queries that training rows hold with an answer."""
+        leaks = []
+        for name, overlap in self.overlaps.items():
+            if overlap.trained:
+                rows = sorted({row for rows in overlap.trained.values() for row in rows})
+                shown = ", ".join(record.location for record in self.records.take(rows[:SHOWN_LEAKS]))
+                leaks.append(
+                    redact(
+                        f"{len(overlap.trained):,} of {plural(overlap.num_queries, 'query', 'queries')} of "
+                        f"{self.sets[name].name} are trained on with an answer ({plural(len(rows), 'row')}: {shown}"
+                        f"{', ...' if len(rows) > SHOWN_LEAKS else ''}); leak=drop leaves these rows out"
+                    )
+                )
+        return leaks
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, value) for the report."""
@@ -86,10 +122,9 @@ class RunData:
                 ("distinct pictures in them", counts.pictures.text),
             ]
         facts += self.read.items()
-        named = [("dev set", self.dev), ("test set", self.test)]
-        for label, task in [*named, *((f"{each.role} set", each.task) for each in self.further)]:
-            if task is not None:
-                facts.append((label, _task_fact(task)))
+        for name, task in self.sets.items():
+            overlap = f"; {self.overlaps[name].line}" if name in self.overlaps else ""
+            facts.append((f"{name.partition('-')[0]} set", _task_fact(task) + overlap))
         return [*facts, *self.more_facts, *(("note", note) for note in self.notes)]
 
 
@@ -120,7 +155,7 @@ class RecordCounts:
             }
         )
         survey = PictureSurvey(image_limits)
-        with_pictures = [numbers[modalities[numbers] != _TEXT] for numbers in sides.values()]
+        with_pictures = [numbers[modalities[numbers] != TEXT] for numbers in sides.values()]
         survey.add(records.items.walk(np.unique(np.concatenate(with_pictures))))
         return cls(
             num_records=len(records),
@@ -161,15 +196,16 @@ def all_sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str
     return [*found, *_judged(keys, loss)]
 
 
-def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = None) -> RunData:
+def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, loss: LossNeeds | None = None) -> RunData:
     """Read and check all data of a run.
 
     Args:
         needs_dev: Whether a dev set is held out where none is given.
+        divides: Whether what is held out is divided into a dev set and a test set where none is given of both.
 
     Raises:
         DataError: No training data is named, or any data is missing or broken, or is searched in another way than
-            `retrieval_mode` says.
+            `retrieval_mode` says, or training rows hold judged pairs and `leak` refuses that.
     """
     refuse_missing_data(keys)
     sources = _sources(keys, loss)
@@ -181,7 +217,6 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     else:
         _refuse_alike(loaded, " and ".join(paths), loss)
     records, notes = loaded.table, list(loaded.notes)
-    held_out = None
     dev = None
     if keys.val_data_path is not None:
         options = SourceOptions("validation", keys.val_data_split, keys, loss)
@@ -192,17 +227,37 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
         FurtherSet("guard" if role == "guard" else "test", number, task)
         for number, (role, task) in enumerate(judged, start=1)
     )
+    given = {"dev": dev, "test": test, **{each.folder: each.task for each in further}}
+    compared = {name: task for name, task in given.items() if task is not None}
+    judged_sets = JudgedSets(compared, records) if compared else None
+    uses: dict[str, NDArray[np.int64]] = {}  # what rows are for that aren't trained on -> their sources
+    if judged_sets is not None and keys.leak != "warn":
+        leaking = _leaking_rows(judged_sets.overlaps(records), records, compared, refuses=keys.leak == "refuse")
+        if len(leaking):
+            uses["left out (leak: drop)"] = records.sources[leaking]
+            records = records.subset(np.delete(np.arange(len(records)), leaking))
     if dev is None and needs_dev:
         split = hold_out(records, fraction=None if keys.val_fraction == "auto" else keys.val_fraction)
-        dev = held_out_task(records, split, keys.label_kind)
-        held_out = np.bincount(records.sources[split.held_out_rows], minlength=len(parts)).tolist()
-        records = records.subset(split.train_rows)
         notes += split.notes
+        halves = divide(records, split) if divides and test is None else None
+        if halves is None:
+            dev = held_out_task(records, split, keys.label_kind)
+            uses["dev"] = records.sources[split.held_out_rows]
+        else:
+            dev, test = (
+                held_out_task(records, half, keys.label_kind, name=f"held-out {name}")
+                for half, name in zip(halves, ("dev", "test"), strict=True)
+            )
+            uses |= {
+                name: records.sources[half.held_out_rows] for half, name in zip(halves, ("dev", "test"), strict=True)
+            }
+            notes.append("They are divided by content: one half chooses the checkpoint, the other gives the verdict.")
+        records = records.subset(split.train_rows)
     notes += () if dev is None or dev.grades else resolution_notes(len(dev.queries))
     counts = RecordCounts.of(records, sources[0][1].image_limits)
     counts.items.require(keys.retrieval_mode, " and ".join(path for path, _ in sources))
-    every = {"dev": dev, "test": test, **{each.folder: each.task for each in further}}
-    named = {name: task for name, task in every.items() if task is not None}
+    given |= {"dev": dev, "test": test}
+    named = {name: task for name, task in given.items() if task is not None}
     tasks = list(named.values())
     guards = [each.task for each in further if each.role == "guard"]
     for task in tasks:
@@ -212,6 +267,12 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     if keys.image_root is not None and not _any_pictures(counts, tasks):
         notes.append("image_root has no effect: the data hold no pictures.")
     fingerprint, hashes = _hashes(records, named)
+    if divides and hashes.get("test") in (None, hashes["dev"]):
+        which = "the test set is the dev set" if test else "no test set"
+        more = f" (half of {2 * ENOUGH_QUERIES} or more held-out queries would be one)" if "dev" in uses else ""
+        notes.append(
+            f"{which}{more}: the verdict is on the rows that choose the checkpoint; give other test_data_path."
+        )
     return RunData(
         records,
         dev,
@@ -222,9 +283,37 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
         hashes,
         loaded.num_invalid,
         tuple(paths),
-        _read(paths, parts, held_out or [None] * len(parts)),
+        _read(paths, parts, {use: np.bincount(sources, minlength=len(parts)) for use, sources in uses.items()}),
         further=further,
+        judged=judged_sets,
+        overlaps={} if judged_sets is None else judged_sets.overlaps(records),
     )
+
+
+def _leaking_rows(
+    overlaps: Mapping[str, Overlap], records: RecordTable, tasks: Mapping[str, RetrievalData], *, refuses: bool
+) -> list[int]:
+    """Return the rows that hold a judged query with an answer.
+
+    Raises:
+        DataError: There are some and they are refused, or no other row is left.
+    """
+    names_of = {
+        row: tasks[name].name for name, each in overlaps.items() for rows in each.trained.values() for row in rows
+    }
+    leaking = sorted(names_of)
+    if not leaking or (not refuses and len(leaking) < len(records)):
+        return leaking
+    names = " and ".join(sorted(set(names_of.values())))
+    shown = records.take(leaking[:SHOWN_LEAKS])
+    examples = "".join(f"\n  {record.location}: {example(record)}" for record in shown)
+    cure = (
+        "leak is refuse: set it to drop to leave these rows out, or give other sets"
+        if refuses
+        else "leak: drop leaves no row to train on; give other sets, or other training data"
+    )
+    what = f"{len(leaking):,} of {plural(len(records), 'training row')} hold a query of {names} with an answer"
+    raise DataError(redact(f"{what}:{examples}\n{cure}"))
 
 
 def _judged(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:
@@ -269,12 +358,19 @@ def _sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, S
     return found
 
 
-def _read(paths: Sequence[str], parts: Sequence[LoadedRecords], held_out: Sequence[int | None]) -> dict[str, str]:
-    """Return what was read of each source; the labels of several are numbered."""
+def _read(
+    paths: Sequence[str], loaded: Sequence[LoadedRecords], uses: Mapping[str, NDArray[np.int64]]
+) -> dict[str, str]:
+    """Return what was read of each source; the labels of several are numbered.
+
+    Args:
+        uses: What rows are for that aren't trained on -> how many of each source.
+    """
     read: dict[str, str] = {}
-    for number, (path, part, count) in enumerate(zip(paths, parts, held_out, strict=True), start=1):
-        end = f" {number}" if len(parts) > 1 else ""
-        read |= {f"{label}{end}": line for label, line in describe(path, part, held_out=count).items()}
+    for place, (path, part) in enumerate(zip(paths, loaded, strict=True)):
+        end = f" {place + 1}" if len(loaded) > 1 else ""
+        counts = {use: int(count[place]) for use, count in uses.items()}
+        read |= {f"{label}{end}": line for label, line in describe(path, part, parts=counts).items()}
     return read
 
 

@@ -64,7 +64,7 @@ from vembed.training.state import RunState
 from vembed.training.trackers.jsonl import read_rows
 from vembed.training.trackers.registry import open_trackers
 from vembed.training.tracking import closing, track_end, track_start
-from vembed.training.wiring.data import build_sampler, load_data, measures_both_directions
+from vembed.training.wiring.data import build_sampler, load_data, look_nearer, measures_both_directions
 from vembed.training.wiring.early import accepted_differences, paths_read, refuse_other_place
 from vembed.training.wiring.hard_batches import hard_batch_bytes, hard_sampler
 from vembed.training.wiring.launcher import under_launcher
@@ -204,6 +204,10 @@ def _open(config: Config, runtime: Runtime, output: OutputFolder, mode: Mode, st
     plan = build_plan(config, runtime, data)
     if checkpoint is not None:
         plan = read_back(plan, checkpoint, config)
+    if data.judged is not None:
+        step_seconds = measured_step_seconds(output, plan) or plan.guessed_step_seconds
+        data, notes = look_nearer(data, ranks, run_seconds=step_seconds * plan.steps.total)
+        plan = plan.noting(*data.leaks(), first=True).noting(*notes)
     sampler = build_sampler(config, data.records, plan.batch.total)
 
     # Model. Compiled layers fail at their first call, long after this: their errors are explained until the end.
@@ -413,6 +417,7 @@ class Run:
             dev=self.data.dev,
             test=self.data.test,
             further=self.data.further,
+            overlaps=self.data.overlaps,
             folder=self.output.path / "evaluation",
             metric=self.config.metric_for_best_model,
             poll=self.stop.poll if self.ranks.is_one else self.stop.poll_alone,
@@ -547,7 +552,8 @@ def _dry_run(run: Run) -> None:
 
 def _show_plan(run: Run, plan: Plan, facts: Mapping[str, str], *, details: bool) -> str:
     """Log the plan on one screen, with `details` all of it; return all of it."""
-    facts = {"model": run.config.model_name, **run.encoder.describe(), **run.data.read, **facts}
+    data = {**run.data.read, **run.data.set_facts()}
+    facts = {"model": run.config.model_name, **run.encoder.describe(), **data, **facts}
     _log.info("%s", explain(plan, facts=facts, step_seconds=measured_step_seconds(run.output, plan)))
     full = explain_fully(plan, facts=facts)
     if details:

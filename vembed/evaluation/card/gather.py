@@ -80,7 +80,7 @@ def gather_run(
         sets=tuple(replace(each, name=without_paths(each.name, known)) for each in sets),
         environment=tuple((key, without_paths(value, known)) for key, value in environment.items()),
         methods=_methods(config, plan),
-        notes=tuple(notes),
+        notes=tuple(without_paths(note, known) for note in notes),
     )
 
 
@@ -170,7 +170,13 @@ def _methods(config: Mapping[str, object], plan: Mapping[str, object]) -> tuple[
 def _sets(folder: Path, config: Mapping[str, object], notes: list[str]) -> list[SetFacts]:
     """Return what was measured, the set of the verdict first; what can't be read is noted."""
     metric = str(config.get("metric_for_best_model") or FALLBACK_METRIC)
-    has_test = config.get("test_data_path") is not None
+    report = _read_object(folder / "report" / "report.json")
+    has_test = config.get("test_data_path") is not None or "test" in (report.get("data_hashes") or {})
+    notes += [
+        f"{row['trained_queries']:,} of {row['num_queries']:,} queries of {row['task']} were trained on with an answer."
+        for row in report.get("sets") or ()
+        if row.get("trained_queries")
+    ]
     role = ("test set" if has_test else "dev set", "no checkpoint was chosen on it")
     if not has_test and config.get("eval_strategy") != "no":
         role = ("dev set", "it also chose the checkpoint, so that its numbers are a little high")

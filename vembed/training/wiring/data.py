@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -15,6 +16,7 @@ from vembed.data.table import ItemColumn
 from vembed.errors import DataError
 from vembed.files import home_path
 from vembed.mining.task import corpus_items
+from vembed.text import show_duration
 from vembed.training.inputs import load_run_data
 from vembed.vectors.keys import teacher_gives_scores
 
@@ -26,8 +28,13 @@ if TYPE_CHECKING:
     from vembed.data.columns import LossNeeds
     from vembed.data.keys import SourceKeys
     from vembed.data.table import RecordTable
+    from vembed.distributed.ranks import Ranks
     from vembed.models.encoder import Encoder
     from vembed.training.inputs import RunData
+
+
+NEAR_SHARE, START_SECONDS = 0.02, 10.0
+"""Share of a run that the search for nearly equal pairs may take, and CPU time of a run beside its steps."""
 
 
 def load_data(config: Config) -> RunData:
@@ -36,14 +43,38 @@ def load_data(config: Config) -> RunData:
     Raises:
         DataError: No training data is named, or some of it can't be used.
     """
-    needs_dev = config.eval_strategy != "no" or config.test_data_path is None
-    data = load_run_data(config, needs_dev=needs_dev, loss=loss_needs(config))
+    chooses = config.eval_strategy != "no"
+    needs_dev = chooses or config.test_data_path is None
+    data = load_run_data(config, needs_dev=needs_dev, divides=chooses, loss=loss_needs(config))
     if config.mine_corpus is not None:
         corpus = Corpus(config.mine_corpus, CorpusOptions(image_root=_root(config), image_limits=image_limits(config)))
         data = data.with_corpus(corpus_items(document.item for document in corpus))
     if config.mine == "never":
         _refuse_missing_negatives(config, data)
     return data
+
+
+def look_nearer(data: RunData, ranks: Ranks, *, run_seconds: float) -> tuple[RunData, list[str]]:
+    """Look for judged pairs that nearly equal training rows where that takes at most `NEAR_SHARE` of the run.
+
+    Args:
+        run_seconds: Time of all steps, by a rough estimate.
+
+    Returns:
+        The data with what was found, and a note where it would take longer.
+    """
+    judged = data.judged
+    assert judged is not None, "some set was given"
+    seconds = NEAR_SHARE * (START_SECONDS + run_seconds)
+    overlaps, needed = ranks.from_first(lambda: judged.find_near(data.records, seconds=seconds))
+    notes: list[str] = []
+    if needed > seconds:
+        names = " and ".join(task.name for name, task in data.sets.items() if name in overlaps)
+        notes.append(
+            f"queries of {names} weren't compared with training queries that nearly equal them, which takes about "
+            f"{show_duration(needed)}: vembed data check --against does it."
+        )
+    return replace(data, overlaps=overlaps), notes
 
 
 def _refuse_missing_negatives(config: Config, data: RunData) -> None:

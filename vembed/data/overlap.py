@@ -182,7 +182,7 @@ class JudgedSets:
         distinct_M = np.unique(query_N)
         # Mean characters of a query and of a document, by some of them.
         query_size, document_size = (
-            np.mean([len(item) if isinstance(item, str) else 0 for item in items.at(some[:: len(some) // 256 + 1])])
+            float(np.mean([len(one) if isinstance(one, str) else 0 for one in items.at(some[:: len(some) // 256 + 1])]))
             for some in (distinct_M, documents_P)
         )
         estimate = len(distinct_M) * query_size * SKETCH_SECONDS + len(documents_P) * document_size * MATCH_SECONDS

@@ -14,6 +14,7 @@ from vembed.data.keys import DataKeys
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import MachineError
 from vembed.evaluation.result import EvaluationResult
+from vembed.evaluation.sets import headline
 from vembed.evaluation.store import write_evaluation
 from vembed.training.evaluations import Evaluations
 from vembed.training.inputs import load_run_data
@@ -80,7 +81,7 @@ def test_the_log_tells_the_other_direction_and_ends_with_the_verdict(finished: t
     assert result.reverse is not None
     assert f"reversed      pictures search texts: {result.reverse.verdict.sentence}" in lines
     assert any(line.startswith("rsum ") for line in lines)
-    assert lines[-1] == result.verdict.sentence
+    assert lines[-1] == headline(result.verdict, result.sets)
 
 
 def test_the_plan_says_that_both_directions_are_measured(finished: tuple[Path, RunResult]) -> None:

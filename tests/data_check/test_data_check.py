@@ -13,9 +13,9 @@ import PIL.Image
 import pytest
 
 from vembed.api.model import load
+from vembed.data import near
 from vembed.data.near import alike_between, alike_within, jaccard, normalised, sketches
 from vembed.data.splits import SourceOptions
-from vembed.data_check import near
 from vembed.data_check.check import DataCheck, check_data
 from vembed.data_check.scripts import SCRIPTS, num_words, script_of
 from vembed.entrypoints.data import main

@@ -57,6 +57,11 @@ def redact(text: str) -> str:
     return text
 
 
+def holds_token(text: str) -> bool:
+    """Tell whether a text holds a token that its beginning gives away: plain words, as of a vocabulary, never do."""
+    return _PATTERNS[-1].search(text) is not None
+
+
 def _masked(found: re.Match[str]) -> str:
     return found[0] if found["secret"].startswith(MASK) else f"{found['before']}{MASK}"
 

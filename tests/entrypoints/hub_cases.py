@@ -26,6 +26,7 @@ class Hub:
         private: Repository -> whether it is private.
         branches: (repository, branch) -> path -> bytes that were committed.
         blobs: Large files by their SHA-256, committed or not.
+        ignored: Names of files that the repositories' .gitignore keeps out of a commit.
         refusals: "METHOD /beginning/of/path" -> status of the answer; 0 closes the connection.
         requests: "METHOD path" of everything that was asked.
     """
@@ -35,6 +36,7 @@ class Hub:
     branches: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
+    ignored: set[str] = field(default_factory=set)
     refusals: dict[str, int] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     taken: int = 0  # large files that came over the wire
@@ -108,7 +110,11 @@ class _Handler(BaseHTTPRequestHandler):
             files = json.loads(body)["files"]
             large = (".safetensors", ".onnx")
             modes = [
-                {"path": each["path"], "uploadMode": kinds[each["path"].endswith(large)], "shouldIgnore": False}
+                {
+                    "path": each["path"],
+                    "uploadMode": kinds[each["path"].endswith(large)],
+                    "shouldIgnore": each["path"] in hub.ignored,
+                }
                 for each in files
             ]
             return 200, {"files": modes}
@@ -121,8 +127,19 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, {}
         if found := re.fullmatch(r"POST /api/models/([^/]+/[^/]+)/commit/(.+)", asked):
             hub.commit(found[1], found[2], [json.loads(line) for line in body.splitlines()])
-            url = f"{hub.url}/{found[1]}/commit/1"
-            return 200, {"success": True, "commitUrl": url, "commitOid": "1" * 40}
+            oid = hashlib.sha1(found[2].encode()).hexdigest()  # one for each branch
+            return 200, {"success": True, "commitUrl": f"{hub.url}/{found[1]}/commit/1", "commitOid": oid}
+        if found := re.fullmatch(r"GET /api/models/([^/]+/[^/]+)/tree/([0-9a-f]{40})", asked):
+            branches = [
+                files
+                for (repo, branch), files in hub.branches.items()
+                if repo == found[1] and hashlib.sha1(branch.encode()).hexdigest() == found[2]
+            ]
+            return 200, [
+                {"type": "file", "path": name, "oid": "2" * 40, "size": len(content)}
+                for files in branches
+                for name, content in files.items()
+            ]
         return 404, {"error": f"the stand-in doesn't know {asked}"}
 
     def _action(self, each: dict[str, Any]) -> dict[str, Any]:

@@ -214,6 +214,82 @@ def test_a_path_or_a_secret_keeps_the_folder_here(
     assert hub.requests == []
 
 
+PRIVATE = "AKIAIOSFODNN7EXAMPLE"
+
+
+@pytest.mark.parametrize("file", ["vocab.txt", "vocab.json", "merges.txt", "tokenizer.json", "1_Pooling/config.json"])
+def test_a_token_in_any_text_file_keeps_the_folder_here(hub: Hub, exported: Path, tmp_path: Path, file: str) -> None:
+    shutil.copytree(exported, tmp_path / "mine")
+    path = tmp_path / "mine" / file
+    path.write_text((path.read_text("utf-8") if path.exists() else "password= abc\n/home\n") + f" {PRIVATE}\n", "utf-8")
+    code, _, err = push(tmp_path / "mine", REPO)
+    assert code == 2
+    assert f"{file} holds what looks like a password or a token" in err
+    assert hub.requests == []
+    path.write_text(path.read_text("utf-8").replace(PRIVATE, ""), "utf-8")
+    code, _, err = push(tmp_path / "mine", REPO)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("has_card", [True, False])
+@pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "1_Pooling", "onnx/model.onnx"])
+def test_a_link_in_the_place_of_a_model_file_is_refused(
+    hub: Hub, exported: Path, tmp_path: Path, name: str, has_card: bool
+) -> None:
+    mine, outside = tmp_path / "mine", tmp_path / "outside"
+    shutil.copytree(exported, mine)
+    if not has_card:  # the model would be exported anew, by libraries that follow links
+        (mine / "README.md").unlink()
+    (mine / name).parent.mkdir(exist_ok=True)
+    if (mine / name).exists():
+        shutil.move(mine / name, outside)
+    else:
+        outside.write_text("root:x:0:0\n")
+    (mine / name).symlink_to(outside)
+    for words in ((mine, REPO), (mine, REPO, "--dry-run")):
+        code, out, err = push(*words)
+        assert (code, out) == (2, "")
+        assert f"{mine / name} is a link to {outside}: put the file itself in its place" in err
+    assert hub.requests == []
+
+
+def test_links_of_a_hub_cache_are_followed_and_what_arrives_is_what_the_dry_run_listed(
+    hub: Hub, exported: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "models--team--old"
+    snapshot, blobs = cache / "snapshots" / ("a" * 40), cache / "blobs"
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(sorted(path for path in exported.rglob("*") if path.is_file())):
+        name = path.relative_to(exported)
+        shutil.copy(path, blobs / f"{number:040x}")
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(Path(*[".."] * (len(name.parts) + 1), "blobs", f"{number:040x}"))
+    weights = (exported / "model.safetensors").read_bytes()
+    unsent = ("model_optimizer.safetensors", "optimizer.safetensors", "model-00001.safetensors", "customers.model")
+    for name in unsent:
+        (snapshot / name).write_bytes(weights)
+    (snapshot / "notes.txt").symlink_to("/etc/hostname")  # no file of a model
+    code, out, err = push(snapshot, REPO, "--dry-run")
+    assert code == 0, err
+    lines = [line.split() for line in out.partition("\n\n")[0].splitlines()]
+    listed = {words[-1] for words in lines if words[0] != "stays"}
+    assert {words[-1] for words in lines if words[0] == "stays"} == {*unsent, "notes.txt"}
+    assert push(snapshot, REPO)[0] == 0
+    arrived = hub.branches[REPO, "main"]
+    assert arrived.keys() == listed
+    assert {name: (exported / name).read_bytes() for name in listed} == arrived
+
+
+def test_files_that_the_repository_ignores_are_told(hub: Hub, exported: Path) -> None:
+    hub.ignored.add("tokenizer.json")
+    code, out, err = push(exported, REPO)
+    assert (code, out) == (2, "")
+    assert "the hub took the other files and left out tokenizer.json: the repository's .gitignore" in err
+    hub.ignored.clear()
+    assert push(exported, REPO)[0] == 0
+    assert "tokenizer.json" in hub.branches[REPO, "main"]
+
+
 @pytest.mark.parametrize("tags", ["[sentence-transformers, generated_from_trainer]", "[", "vembed-like"])
 def test_a_card_of_another_tool_stays_here_and_the_model_gets_one_of_its_own(
     hub: Hub, exported: Path, tmp_path: Path, tags: str

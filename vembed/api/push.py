@@ -3,9 +3,10 @@
 1. The model of a run is exported into a folder that is gone afterwards, with a card whose examples load it from the
    hub. A model's folder with a card of ours, as `vembed export` writes it, is sent as it is; any other card may quote
    rows, and the model is exported anew.
-2. Files that belong to no model stay here. What is left is read for paths of this machine and for secrets.
+2. Files that belong to no model stay here. A file of the model that is a link is refused, unless it leads into the
+   blobs of a hub cache. Every text file that is left is read for paths of this machine and for secrets.
 3. The repository is made where there is none, private unless the caller says otherwise, and the folder is sent by
-   huggingface_hub, which skips what arrived before.
+   huggingface_hub, which skips what arrived before. Then the hub is asked whether all of it is there.
 """
 
 from __future__ import annotations
@@ -35,17 +36,23 @@ from vembed.models.export.write import ExportRequest, export_model
 from vembed.models.formats import MODULES_FILE
 from vembed.models.keys import ModelKeys
 from vembed.models.patches import HEAD_FOLDER
-from vembed.redact import redact
+from vembed.redact import holds_token, redact
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MODEL_FILES = (
     *("config.json", "*_config.json", "config_sentence_transformers.json", MODULES_FILE, "vembed_*.json", "*.jinja"),
-    *("tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model"),
-    *("*model*.safetensors", "*.safetensors.index.json", PROJECTIONS_FILE, "model*.onnx", "model*.onnx[._]data"),
+    *("tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model", PROJECTIONS_FILE),
 )
-"""What a model's folders are made of, by names, beside the card, serve.md and code that settings name."""
+"""What a model's folders are made of, by names, beside its weights, the card, serve.md and code that settings name."""
+
+WEIGHTS = re.compile(
+    r"(?:adapter_|open_clip_)?model(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?"
+    r"|model(?:_(?:quantized|optimized|O[1-4]|fp16|q?u?int8\w*|q4\w*|bnb4))?\.onnx(?:[._]data)?"
+)
+"""Names of weights. A trainer's `model_optimizer.safetensors` is none of them."""
 
 MODEL_FOLDERS = (TEXT, IMAGE, HEAD_FOLDER, "onnx", "additional_chat_templates")
 """Folders of a model that its modules.json doesn't name."""
@@ -58,8 +65,10 @@ ROOT_FILES = (CARD_FILE, SERVE_FILE)
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 LONGEST_NAME = 96
 
-_READ = (".json", ".md", ".jinja", ".py")
-_PATHS_MAY_STAND = ("tokenizer.json", "vocab.json")  # words of a vocabulary
+_NO_TEXT = (".safetensors", ".onnx", ".onnx_data", ".onnx.data", ".model")
+_WORDS = re.compile(r"(?:.*/)?(?:tokenizer\.json|vocab\..*|merges\.txt)")
+"""Files of a vocabulary: some of its words look like paths, or like the name of a password."""
+
 _ABSOLUTE = re.compile(r"(?:[A-Za-z]:)?[/\\][^/\\\s]+[/\\]\S+|~[/\\]\S+")
 _HOME = re.compile(r"(?:[A-Za-z]:)?[/\\](?:home|Users|root)[/\\][^\s\"'`<>|)]+")
 
@@ -123,6 +132,7 @@ def push_model(request: PushRequest, *, poll: Callable[[], None] = lambda: None)
         raise ConfigError("there is no token for the hub: run hf auth login, or set HF_TOKEN; nothing was sent")
     with ExitStack() as stack:
         folder = Path(model)
+        files, left_out = _model_files(folder)  # before an export, which would read what a link leads to
         keys = (request.keys or ModelKeys(model_name=model)).model_copy(update={"model_name": model})
         changed = sorted(keys.model_dump(exclude_defaults=True).keys() - READING)
         if run is None and _is_ours(folder / CARD_FILE):
@@ -132,7 +142,9 @@ def push_model(request: PushRequest, *, poll: Callable[[], None] = lambda: None)
             told = None if changed else run  # its measurements are of the model as it was trained
             card = card_files(request.repo.partition("/")[2], request.repo, model, told, request.words)
             export_model(ExportRequest(keys=keys, output=folder, served_as=request.repo), card, poll=poll)
-        files, left_out = _model_files(folder)
+            files, left_out = _model_files(folder)
+        if not any(name.endswith((".safetensors", ".onnx")) for name in files):
+            raise ConfigError(f"{folder} holds no weights; name the output folder of a run, or a model's folder")
         _refuse_private_words(folder, files, Path(model))
         poll()
         parcel = Pushed(
@@ -159,7 +171,7 @@ def _is_ours(card: Path) -> bool:
         return False
     try:
         block = yaml.safe_load(_metadata(card))
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return False
     tags = block.get("tags") if isinstance(block, dict) else None
     return isinstance(tags, list) and "vembed" in tags
@@ -179,20 +191,36 @@ def _refuse_changes(names: list[str], folder: Path) -> None:
 
 
 def _model_files(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the files of a folder that belong to a model, and the others, as paths within it."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    """Return the files of a folder that belong to a model, and the others, as paths within it.
+
+    Raises:
+        ConfigError: A file or folder of the model is a link. In a hub cache, files are links into its `blobs`.
+    """
+    real = folder.resolve()
+    blobs = real.parents[1] / "blobs" if real.parent.name == "snapshots" else None
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
+    links = {name for name, path in paths.items() if path.is_symlink() and path.resolve().parent != blobs}
+    names = sorted(name for name, path in paths.items() if path.is_file() or name in links)
     code = {place: _code_files(folder / place) for place in _model_folders(folder)}
     kept = [
         name
         for name in names
         for place, _, file in [name.rpartition("/")]
         if place in code
-        and (any(fnmatch(file, pattern) for pattern in MODEL_FILES) or file in code[place] or name in ROOT_FILES)
+        and (
+            WEIGHTS.fullmatch(file)
+            or any(fnmatch(file, pattern) for pattern in MODEL_FILES)
+            or file in code[place]
+            or name in ROOT_FILES
+        )
         and re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name, re.ASCII)
         and not any(part.startswith((".", "checkpoint", "step-")) for part in name.split("/"))
     ]
-    if not any(name.endswith((".safetensors", ".onnx")) for name in kept):
-        raise ConfigError(f"{folder} holds no weights; name the output folder of a run, or a model's folder")
+    if linked := sorted(links & {*kept, *code}):
+        raise ConfigError(
+            f"{folder / linked[0]} is a link to {paths[linked[0]].readlink()}: put the file itself in its place, or "
+            "remove the link. Nothing was sent"
+        )
     return tuple(kept), tuple(sorted(set(names) - set(kept)))
 
 
@@ -226,10 +254,10 @@ def _code_files(folder: Path) -> set[str]:
 
 
 def _settings(path: Path) -> Any:
-    """Return the content of a JSON file; None where there is none, or it is broken."""
+    """Return the content of a JSON file; None where there is none, or it can't be read."""
     try:
         return json.loads(path.read_text("utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -241,14 +269,15 @@ def _refuse_private_words(folder: Path, files: tuple[str, ...], source: Path) ->
     """
     here = {str(path) for path in (Path.home(), source, source.parent, Path.cwd()) if len(path.parts) > 2}
     for name in files:
-        if not name.endswith(_READ):
+        if name.endswith(_NO_TEXT):
             continue
         text = (folder / name).read_text("utf-8", errors="replace")
         found = next((path for path in sorted(here, key=len, reverse=True) if path in text), None)
-        if found is None and not name.endswith(_PATHS_MAY_STAND):
+        is_vocabulary = _WORDS.fullmatch(name) is not None
+        if found is None and not is_vocabulary:
             found = _local_path(text, is_settings=name.endswith(".json"))
-            if found is None and redact(text) != text:
-                raise ConfigError(f"{name} holds what looks like a password or a token; remove it. Nothing was sent")
+        if found is None and (holds_token(text) if is_vocabulary else redact(text) != text):
+            raise ConfigError(f"{name} holds what looks like a password or a token; remove it. Nothing was sent")
         if found is not None:
             raise ConfigError(f"{name} tells of this machine: {found}; remove it, or export again. Nothing was sent")
 
@@ -260,7 +289,7 @@ def _local_path(text: str, *, is_settings: bool) -> str | None:
         return match and match.group()
     try:
         return next((value for value in _texts(json.loads(text)) if _ABSOLUTE.fullmatch(value)), None)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -274,7 +303,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _metadata(card: Path) -> str:
     """Return the block at the head of a card, empty where it has none."""
-    found = re.match(r"---\n(.*?)^---$", card.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    found = re.match(r"---\n(.*?)^---$", card.read_text("utf-8", "replace"), re.DOTALL | re.MULTILINE)
     return "" if found is None else found.group(1)
 
 
@@ -292,6 +321,12 @@ def _send(folder: Path, request: PushRequest, parcel: Pushed) -> Pushed:
             allow_patterns=[name for name, _ in parcel.files],
             revision=request.revision,
             commit_message=request.message or "Upload a model by vembed",
+        )
+        there = api.list_repo_files(request.repo, revision=commit.oid)
+    if missing := [name for name, _ in parcel.files if name not in there]:
+        raise ConfigError(
+            f"{request.repo}: the hub took the other files and left out {', '.join(missing)}: the repository's "
+            ".gitignore names them; remove those lines there, and push again"
         )
     return Pushed(parcel.repo, parcel.files, parcel.left_out, parcel.metadata, private, commit.commit_url)
 

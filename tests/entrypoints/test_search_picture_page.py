@@ -6,6 +6,8 @@ import html
 import json
 import re
 import socket
+import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -136,6 +138,50 @@ def test_a_form_of_unknown_length_is_refused(picture_page: Page, length: str) ->
         answer = b"".join(iter(lambda: connection.recv(65_536), b""))
     assert answer.startswith(b"HTTP/1.0 411 ")
     assert b"A form says how long it is." in answer
+
+
+def trickling(page: Page) -> socket.socket:
+    """Begin to send a form, and send no more than its beginning."""
+    connection = socket.create_connection(("127.0.0.1", page.port), timeout=60)
+    head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=limit\r\n"
+    connection.sendall(f"{head}Content-Length: 100000\r\n\r\n--limit\r\n".encode())
+    return connection
+
+
+def test_slow_senders_do_not_keep_others_from_searching_with_a_picture(picture_page: Page) -> None:
+    with ExitStack() as stack:
+        senders = [stack.enter_context(trickling(picture_page)) for _ in range(6)]
+        time.sleep(0.2)  # so that all of them are being read
+        for sender in senders:
+            sender.sendall(b"C")
+        started = time.monotonic()
+        assert ids(picture_page.post(ball("green"))[1])[0] == "green.png"
+        assert time.monotonic() - started < 25, "an idle connection is closed after 30 s: that is what it waited for"
+
+
+def test_a_form_that_never_ends_is_closed_in_time(picture_index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vembed.search.serve.FORM_SECONDS", 0.2)
+    with served_here(picture_index) as page, trickling(page) as sender:
+        time.sleep(0.3)
+        sender.sendall(b"Content")
+        answer = b"".join(iter(lambda: sender.recv(65_536), b""))
+        assert answer.startswith(b"HTTP/1.0 408 ")
+        assert b"seconds to arrive" in answer
+
+
+def test_more_senders_than_the_server_takes_are_refused_at_once(
+    picture_index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vembed.search.serve.UPLOADS_AT_ONCE", 1)
+    with served_here(picture_index) as page:
+        with trickling(page):
+            time.sleep(0.2)
+            status, text = page.post(ball("green"))
+            assert status == 503
+            assert "Too many pictures are being sent" in text
+        deadline = time.monotonic() + 20
+        while page.post(ball("green"))[0] != 200:
+            assert time.monotonic() < deadline, "the place of a sender that has gone isn't free again"
 
 
 def test_a_picture_over_the_limit_of_bytes_is_refused_once_it_was_sent(picture_page: Page) -> None:

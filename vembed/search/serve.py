@@ -2,8 +2,8 @@
 
 The server listens on 127.0.0.1, answers GET and HEAD of `/` and takes a picture by POST, and serves nothing from the
 disk. A request under another host's name is refused: a web page elsewhere could have pointed that name here to read the
-corpus. So is a picture that another site's page sends. A picture is held in memory, up to the limit of bytes, and
-decoded one at a time.
+corpus. So is a picture that another site's page sends. A picture is received into a temporary file, for FORM_SECONDS at
+most, so that slow senders hold up nobody; then few at a time are held in memory, and one is decoded.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import logging
 import os
 import re
 import socket
+import tempfile
 import threading
 import time
 import traceback
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, abort
 from werkzeug.formparser import parse_form_data
@@ -41,6 +43,8 @@ from vembed.search.page import (
 from vembed.search.thumbnails import make_thumbnail
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from werkzeug.datastructures import MultiDict
 
     from vembed.batch import Modality
@@ -58,7 +62,10 @@ MAX_PARTS = 8  # of a form
 MAX_NAME_CHARACTERS = 200
 FORM_TYPE = "multipart/form-data"
 FORM_BYTES = 65_536  # what a form may take beside its picture
-FORMS_AT_ONCE = 4  # pictures that are held in memory; further senders wait
+FORM_SECONDS = 30  # in which a form must have arrived
+UPLOADS_AT_ONCE = 64  # forms that are received; further senders are refused
+FORMS_AT_ONCE = 4  # pictures that are held in memory; further ones wait on the disk
+SPOOLED_BYTES = 1 << 20  # of a form that is received: what is more goes to the disk
 DRAINED_BYTES = 1 << 28
 BLOCK_BYTES = 1 << 16
 OWN_SITES = (None, "same-origin", "none")  # what a browser says of who sent a form: this page, or nobody but its user
@@ -93,6 +100,7 @@ class SearchServer(ThreadedWSGIServer):
     def __init__(self, searcher: Searcher, *, port: int) -> None:
         self._searcher = searcher
         self._page = SearchPage(searcher)
+        self._uploads = threading.BoundedSemaphore(UPLOADS_AT_ONCE)
         self._forms = threading.BoundedSemaphore(FORMS_AT_ONCE)
         self._decoding = threading.Lock()  # two pictures at the limit of pixels would take twice the memory
         try:
@@ -117,8 +125,8 @@ class SearchServer(ThreadedWSGIServer):
         try:
             self._check_address(request)
             if request.method == "POST":
-                with self._forms:
-                    question = self._sent_form(request)
+                with self._received(request) as form, self._forms:
+                    question = self._sent_form(request, form)
                     return self.response(HTTPStatus.OK, self._found(question))
             question = _question(request.args)
             return self.response(HTTPStatus.OK, self._found(question))
@@ -136,8 +144,9 @@ class SearchServer(ThreadedWSGIServer):
         if len(list(request.args.items(multi=True))) > MAX_FIELDS:
             abort(HTTPStatus.BAD_REQUEST, "Too many fields.")
 
-    def _sent_form(self, request: Request) -> _Question:
-        """Read the form of a picture."""
+    @contextmanager
+    def _received(self, request: Request) -> Iterator[IO[bytes]]:
+        """Receive the form of a picture into a file, which is gone with the block."""
         if request.headers.get("Sec-Fetch-Site") not in OWN_SITES:
             abort(HTTPStatus.FORBIDDEN, "Another site's page can't search here.")
         if request.content_length is None or not request.headers["Content-Length"].isdigit():
@@ -148,9 +157,27 @@ class SearchServer(ThreadedWSGIServer):
             abort(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The picture is over the limit of {limit:,} bytes.")
         if request.mimetype != FORM_TYPE:
             abort(HTTPStatus.BAD_REQUEST, f"A picture is sent as {FORM_TYPE}.")
+        if not self._uploads.acquire(blocking=False):
+            abort(HTTPStatus.SERVICE_UNAVAILABLE, "Too many pictures are being sent; try again in a minute.")
+        try:
+            with tempfile.SpooledTemporaryFile(SPOOLED_BYTES) as form:
+                until, left = time.monotonic() + FORM_SECONDS, request.content_length
+                # read1 returns what has come: read would wait for a whole block from a sender of single bytes
+                while left and (block := request.environ["wsgi.input"].read1(min(left, BLOCK_BYTES))):
+                    if time.monotonic() > until:
+                        abort(HTTPStatus.REQUEST_TIMEOUT, f"The form took more than {FORM_SECONDS} seconds to arrive.")
+                    form.write(block)
+                    left -= len(block)
+                form.seek(0)
+                yield cast("IO[bytes]", form)
+        finally:
+            self._uploads.release()
+
+    def _sent_form(self, request: Request, form: IO[bytes]) -> _Question:
+        """Read a form that was received."""
         try:
             _, fields, files = parse_form_data(
-                request.environ,
+                {**request.environ, "wsgi.input": form},
                 lambda *_, **__: io.BytesIO(),
                 max_form_memory_size=8 * FORM_BYTES,  # it also bounds the blocks of a file, and must hold two
                 max_form_parts=MAX_PARTS,

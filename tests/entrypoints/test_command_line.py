@@ -50,6 +50,16 @@ def test_validate_refuses_what_training_would_refuse_and_warns_of_missing_data(s
     assert "warning: data_path is not set; training needs it (data_path=builtin:stdlib-code is built in)" in right.out
 
 
+def test_validate_names_the_plugins_that_it_ran(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ran_when_validated.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    monkeypatch.chdir(tmp_path)
+    done = run_keys(tmp_path, site.keys(plugins=["ran_when_validated"]), "--validate")
+    assert done.code == 0, done.err
+    assert (tmp_path / "ran").exists()
+    file = tmp_path / "ran_when_validated.py"
+    assert f"plugins: ran_when_validated ({file}) registers nothing; its code ran\n" in done.out
+
+
 def test_a_run_is_named_in_place_of_its_model_and_the_plan_says_so(site: Site, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "first"
     run.mkdir(parents=True)

@@ -22,6 +22,7 @@ from vembed.entrypoints.options import ConfigOptions, check, flags, option, pars
 from vembed.errors import ConfigError, ExitCode
 from vembed.output_lock import hold_output
 from vembed.redact import redact
+from vembed.registry import plugin_lines
 from vembed.training.guards import StopSignal
 
 if TYPE_CHECKING:
@@ -176,7 +177,8 @@ def _refuse_deepspeed(path: Path | None) -> None:
 def _say_valid(loaded: LoadedConfig) -> None:
     where = str(loaded.path) if loaded.path is not None else "the overrides"
     print(f"{redact(where)}: valid, {len(loaded.sources)} keys set, the others have their defaults")
-    print(*loaded.notes, sep="\n", end="\n" if loaded.notes else "")
+    lines = [*(f"{line}; its code ran" for line in plugin_lines(loaded.config.plugins)), *loaded.notes]
+    print(*lines, sep="\n", end="\n" if lines else "")
     if loaded.config.data_path is None and loaded.config.data is None:
         print("warning: data_path is not set; training needs it (data_path=builtin:stdlib-code is built in)")
 

@@ -6,6 +6,7 @@ Each round takes one scenario (a training run, an evaluation, an index, ...) in 
 and does something to it: a signal, a full disk, a killed data worker. Half of these come at a random moment, half
 right before a random one of the command's own file operations. Then the same command is started again, undisturbed,
 and must end well with the same files, bit for bit but for times, and with nothing else: no temporary file, no process.
+With `--every`, nothing is drawn: each scenario is killed right before each of its file operations, one after the other.
 A round is a function of the seed and its number; moments by the clock depend on the machine too.
 
 Rounds of the scenario `ranks`, and one in ten of the others, start fresh interpreters; the rest are forks of one
@@ -36,11 +37,16 @@ from soak_rounds import KINDS, Job, Outcome, Profile
 from soak_site import SCENARIOS, Scenario, make_site
 
 
-def measure(folder: Path, names: list[str]) -> tuple[dict[str, Profile], float]:
-    """Make the site, run every scenario undisturbed, and return how; also the seconds that a fresh interpreter adds."""
+def measure(folder: Path, names: list[str], *, has_fresh: bool) -> tuple[dict[str, Profile], float]:
+    """Make the site, run every scenario undisturbed, and return how; also the seconds that a fresh interpreter adds.
+
+    Args:
+        has_fresh: Whether some commands will be fresh interpreters, which must leave what forks leave.
+    """
     site = folder / "site"
     commands.in_child(partial(make_site, site))
-    needed = ["train", *(name for name in names if name != "train")]
+    trains = has_fresh or any("{site}/out" in f"{SCENARIOS[name].words} {SCENARIOS[name].before}" for name in names)
+    needed = [*["train"] * trains, *(name for name in names if not (trains and name == "train"))]
     profiles, fresh_seconds = {}, 0.0
     for name in needed:
         scenario = SCENARIOS[name]
@@ -52,6 +58,8 @@ def measure(folder: Path, names: list[str]) -> tuple[dict[str, Profile], float]:
         profiles[name] = _profile(scenario, seconds, lines)
         if name == "train":
             shutil.copytree(whole / "out", site / "out")
+            if not has_fresh:
+                continue
             again, _ = _undisturbed(scenario.words, folder / "again", site, is_fresh=True)
             fresh_seconds = max(0.0, again - seconds)
             found = compare(whole, folder / "again")
@@ -86,11 +94,17 @@ def play_all(folder: Path, job: int, options: argparse.Namespace, profiles: dict
     """Play every round of a job and write the outcomes; runs in a process of its own."""
     commands.become_keeper()
     player = Job(folder / f"job-{job}", folder / "site", profiles, fresh, str(options.seed))
+    scenarios = _scenarios(options)
+    moments = [(name, operation) for name in scenarios for operation in range(profiles[name].operations)]
     if not player.has_disk and job == 0:
         print("no full disks: this user may not mount a small one", flush=True)
     with (folder / f"outcomes-{job}.jsonl").open("w") as file:
         for number in range(options.first + job, options.first + options.rounds, options.jobs):
-            outcome = player.play(number, _scenarios(options))
+            if options.every:
+                name, operation = moments[number]
+                outcome = player.kill(number, name, scenarios[name], operation)
+            else:
+                outcome = player.play(number, scenarios)
             file.write(f"{json.dumps(asdict(outcome))}\n")
             file.flush()
             print(_line(outcome, options), flush=True)
@@ -119,6 +133,7 @@ def _line(outcome: Outcome, options: argparse.Namespace) -> str:
     if outcome.failures:
         line += "".join(f"\n      {kind}: {what}" for kind, what in outcome.failures[:12])
         which = f"--seed {options.seed} --first {outcome.number} --rounds 1 --only {','.join(options.only)}"
+        which += " --every" * options.every
         which += f" --disturb {','.join(options.disturb)}" if options.disturb else ""
         line += f"\n      repeat: python benchmarks/soak.py {which}"
     return line
@@ -143,7 +158,8 @@ def table(outcomes: list[Outcome]) -> str:
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, help="default: 200, or with --every all that there are")
+    parser.add_argument("--every", action="store_true", help="kill right before every file operation; draw nothing")
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, which is printed")
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--jobs", type=int, default=1, help="rounds at the same time")
@@ -152,6 +168,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--keep-failures", type=Path, metavar="DIR", help="gets folders and outputs of failed rounds")
     options = parser.parse_args()
     options.only = options.only.split(",")
+    if options.every:
+        options.only = [name for name in options.only if name not in SCENARIOS or not SCENARIOS[name].in_ranks]
     options.disturb = options.disturb.split(",") if options.disturb else []
     if unknown := [name for name in options.only if name not in SCENARIOS]:
         parser.error(f"no scenario {', '.join(unknown)}; there are {', '.join(SCENARIOS)}")
@@ -171,7 +189,12 @@ def main() -> int:
     jobs: list[int] = []
     try:
         started = time.monotonic()
-        profiles, fresh = measure(folder, options.only)
+        profiles, fresh = measure(folder, options.only, has_fresh=not options.every)
+        if options.every:
+            count = sum(profiles[name].operations for name in options.only) - options.first
+            options.rounds = count if options.rounds is None else min(options.rounds, count)
+        elif options.rounds is None:
+            options.rounds = 200
         jobs += [commands.fork(partial(play_all, folder, job, options, profiles, fresh)) for job in range(options.jobs)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]) for job in jobs]
         lines = [line for path in folder.glob("outcomes-*.jsonl") for line in path.read_text().splitlines()]

@@ -122,11 +122,7 @@ class Job:
         outcome = Outcome(number, rng.choice(list(scenarios)))
         scenario = scenarios[outcome.scenario]
         started = time.monotonic()
-        for folder in (self.round, self.said):
-            shutil.rmtree(folder, ignore_errors=True)
-        self.said.mkdir(parents=True)
-        prepared = self.site.parent / "before" / outcome.scenario
-        shutil.copytree(prepared, self.round) if prepared.is_dir() else self.round.mkdir()
+        self._prepare(outcome)
         is_fresh = rng.random() < FRESH_SHARE or scenario.in_ranks
         for _ in range(1 + (rng.random() < SECOND_SHARE)):
             profile = self.profiles[outcome.scenario]
@@ -138,12 +134,33 @@ class Job:
             self._run(outcome, scenario, plan, is_fresh=is_fresh)
             if plan.kind == "flip":
                 self._flip(outcome, scenario, random.Random(plan.seed), is_fresh=is_fresh)
+        self._repeat(outcome, scenario, started, is_fresh=is_fresh)
+        return outcome
+
+    def kill(self, number: int, name: str, scenario: Scenario, operation: int) -> Outcome:
+        """Kill a command right before one of its file operations, and start it again."""
+        plan = Disturbance("kill", seconds=0, operation=operation, pause=0, free_bytes=0, seed=0)
+        outcome, started = Outcome(number, name, [plan.kind], [str(plan)]), time.monotonic()
+        self._prepare(outcome)
+        self._run(outcome, scenario, plan, is_fresh=False)
+        self._repeat(outcome, scenario, started, is_fresh=False)
+        return outcome
+
+    def _prepare(self, outcome: Outcome) -> None:
+        """Empty the round's folder, and put into it what a command of the scenario may find."""
+        for folder in (self.round, self.said):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.said.mkdir(parents=True)
+        prepared = self.site.parent / "before" / outcome.scenario
+        shutil.copytree(prepared, self.round) if prepared.is_dir() else self.round.mkdir(parents=True)
+
+    def _repeat(self, outcome: Outcome, scenario: Scenario, started: float, *, is_fresh: bool) -> None:
+        """Start the command again, undisturbed, and compare what it leaves."""
         self._run(outcome, scenario, None, is_fresh=is_fresh)
         found = compare(self.site.parent / "whole" / outcome.scenario, self.round)
         outcome.failures += [("divergence", each) for each in found.divergences]
         outcome.failures += [("leftover", each) for each in found.leftovers]
         outcome.seconds = time.monotonic() - started
-        return outcome
 
     def _run(self, outcome: Outcome, scenario: Scenario, plan: Disturbance | None, *, is_fresh: bool) -> int | None:
         """Run the round's command, disturbed or not, check how it ended, and return its exit code."""
@@ -171,7 +188,10 @@ class Job:
         self.filler.unlink(missing_ok=True)
         was_killed = running.code is None or running.code < 0
         outcome.failures += [("leftover", f"process {each}") for each in _clear(30 if scenario.in_ranks else 12)]
-        outcome.failures += [(kind, f"command {number}: {what}") for kind, what in _judge(command, running.code, plan)]
+        # A stop may come when all is done; behind a kill, the same command must see that itself.
+        may_be_done = bool({*outcome.disturbances} - {"kill"})
+        judged = _judge(command, running.code, plan, may_be_done=may_be_done)
+        outcome.failures += [(kind, f"command {number}: {what}") for kind, what in judged]
         if not was_killed:
             outcome.failures += [("leftover", f"{each.name} in TMPDIR") for each in command.temporary.iterdir()]
         return running.code
@@ -275,7 +295,9 @@ def _clear(seconds: float) -> list[str]:
     return []
 
 
-def _judge(command: commands.Command, code: int | None, plan: Disturbance | None) -> list[tuple[str, str]]:
+def _judge(
+    command: commands.Command, code: int | None, plan: Disturbance | None, *, may_be_done: bool
+) -> list[tuple[str, str]]:
     """Return what is wrong with how a command ended, as (kind, what)."""
     said = command.said.read_text("utf-8", errors="replace")
     log = command.folder / "out/train.log"
@@ -283,7 +305,7 @@ def _judge(command: commands.Command, code: int | None, plan: Disturbance | None
     if "Traceback (most recent call last)" in said or (log.is_file() and "Traceback" in log.read_text("utf-8")):
         found.append(("traceback", said.rstrip().rpartition("\n")[2][:200]))
     allowed = {0} | (CODES.get(plan.kind, set()) if plan is not None else set())
-    is_done = code == 2 and "--overwrite" in said  # it was complete before it was killed: the files tell
+    is_done = may_be_done and code == 2 and "--overwrite" in said  # the files tell
     if code is not None and code not in allowed and not is_done and plan is not REFUSAL:
         last = next((line for line in said.splitlines() if line.startswith("error:")), said[-200:])
         found.append(("ending", f"code {code}: {last[:300]}"))

@@ -46,12 +46,20 @@ SCENARIOS = {
         "evaluate {site}/out/model {site}/bert --data {site}/test.jsonl {site}/dev.jsonl --bm25 --dims 16 "
         "--quantize int8 --output board"
     ),
-    "encode": Scenario("encode {site}/out --data {site}/corpus.jsonl --output index"),
+    "encode": Scenario("encode {site}/bert --data {site}/small.jsonl --output index"),
     "reencode": Scenario(
         "encode {site}/out --data {site}/corpus.jsonl --output index --overwrite",
         before="encode {site}/bert --data {site}/small.jsonl --output index",
     ),
+    "table": Scenario("encode {site}/bert --data {site}/small.jsonl --output index.parquet"),
+    "mine": Scenario("mine {site}/bert --data {site}/train.jsonl --output mined.jsonl --relative-margin none"),
+    "remine": Scenario(
+        "mine {site}/bert --data {site}/train.jsonl --output mined.jsonl --relative-margin none --overwrite",
+        before="mine {site}/bert --data {site}/dev.jsonl --output mined.jsonl --relative-margin none",
+    ),
+    "merge": Scenario("merge {site}/bert {site}/out --data {site}/dev.jsonl --steps 2 --output merged"),
     "export": Scenario("export {site}/out --output exported"),
+    "checkpoint": Scenario("export {site}/out --checkpoint 14 --output exported"),
     "reexport": Scenario(
         "export {site}/out --output exported --overwrite", before="export {site}/bert --output exported"
     ),

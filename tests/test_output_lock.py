@@ -246,3 +246,71 @@ def test_without_locks_a_writer_gives_signs_and_the_later_of_two_wins(tmp_path: 
     with pytest.raises(FolderInUseError, match="on rival"), hold_output(tmp_path):
         pass
     assert path.read_text() == rival.to_text()
+
+
+PUBLISH = """
+import os, shutil, signal, sys
+from pathlib import Path
+from vembed.files import clean_beside, new_file, new_folder
+from vembed.output_lock import hold_for_command
+
+OPERATIONS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
+output, words = Path("made/out"), ["--output", "made/out"]
+count, last = 0, None
+
+def command(words):
+    work = output.with_name(".out.work")
+    with hold_for_command(output, words) as is_whole:
+        if is_whole:
+            clean_beside(output)
+        elif output.exists() and "--overwrite" not in words:
+            return 2
+        else:
+            work.mkdir(parents=True, exist_ok=True)
+            with new_folder(output) as folder:
+                (folder / "content").write_text("whole")
+        shutil.rmtree(work, ignore_errors=True)
+    return 0
+
+def hook(event, values):
+    global count
+    if event in OPERATIONS and last is not None and str(values[0]).find("made") >= 0:
+        if count == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+
+def run(words, operation):
+    global last
+    child = os.fork()
+    if child == 0:
+        last = operation
+        os._exit(command(words))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+sys.addaudithook(hook)
+kept = "--overwrite" in sys.argv
+for operation in range(1000):
+    shutil.rmtree("made", ignore_errors=True)
+    if kept:
+        words = ["--output", "made/out", "--overwrite"]
+        output.mkdir(parents=True)
+        (output / "content").write_text("old")
+    killed = run(words, operation)
+    if killed == 0:
+        break
+    again = run(words, None)
+    left = sorted(str(path) for path in Path("made").rglob("*"))
+    other = run(["--other"], None)  # another command is refused, whatever stands there
+    print(killed, again, left == ["made/out", "made/out/content"], (output / "content").read_text(), other)
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["--overwrite"]])
+def test_the_same_command_ends_well_wherever_it_was_killed(tmp_path: Path, words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PUBLISH, *words], cwd=tmp_path, check=True, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert len(lines) > 12, "moments of a kill"
+    assert set(lines) == {f"{-signal.SIGKILL} 0 True whole 2"}, lines

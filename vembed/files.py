@@ -88,9 +88,8 @@ def new_folder(output: Path, *, keeps: Callable[[str], bool] = lambda _: False) 
         OSError: The disk refused.
     """
     temporary, old = (output.with_name(f".{output.name}.{ending}") for ending in ("tmp", "old"))
-    shutil.rmtree(temporary, ignore_errors=True)  # what a kill left
+    clean_beside(output, keeps=keeps)
     try:
-        _put_back(old, output, keeps)
         temporary.mkdir(parents=True)
         yield temporary
         share_permissions(temporary)
@@ -105,8 +104,20 @@ def new_folder(output: Path, *, keeps: Callable[[str], bool] = lambda _: False) 
             raise
         raise refused from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        _put_back(old, output, keeps)
+        clean_beside(output, keeps=keeps)
+
+
+def clean_beside(output: Path, *, keeps: Callable[[str], bool] = lambda _: False) -> None:
+    """Remove what `new_folder` had beside the output when it was killed; the old folder is put back where need be.
+
+    Args:
+        keeps: As in `new_folder`.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    shutil.rmtree(output.with_name(f".{output.name}.tmp"), ignore_errors=True)
+    _put_back(output.with_name(f".{output.name}.old"), output, keeps)
 
 
 def _put_back(old: Path, output: Path, keeps: Callable[[str], bool]) -> None:

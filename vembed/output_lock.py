@@ -7,7 +7,9 @@
 3. Where the file system has no locks, the file alone must do: on the same machine the process is looked up; of one on
    another machine, `BEAT_SECONDS` apart, the file's time moves. It is taken over once that has stood still.
 
-A folder that is written beside its place and renamed as a whole is locked beside it, by `.NAME.lock`.
+A folder that is written beside its place and renamed as a whole is locked beside it, by `.NAME.lock`. A command that
+writes one leaves `.NAME.unfinished` there until it has cleaned up: after a kill, the same command tells by that file
+whether the output is whole already.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -34,7 +37,7 @@ from vembed.files import replace_text
 from vembed.redact import redact
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 LOCK_FILE: Final = "run.lock"
 
@@ -161,6 +164,55 @@ def hold_output(folder: Path, *, beside: bool = False) -> Iterator[None]:
             yield
     finally:
         _owners.pop(path, None)
+
+
+@contextmanager
+def hold_for_command(output: Path, words: Sequence[str]) -> Iterator[bool]:
+    """Hold an output that is replaced as a whole, from the start of a command to its end.
+
+    Yields whether an earlier start of the same command has given the output its name and was killed behind that: then
+    the output is whole, and only cleaning is left.
+
+    Args:
+        words: The command line; with the current folder it says which command this is.
+
+    Raises:
+        FolderInUseError: Another process, or thread, writes there.
+        MachineError: The folder can't be written.
+    """
+    output = output.expanduser().resolve()
+    mark = output.with_name(f".{output.name}.unfinished")
+    command = hashlib.sha256("\0".join([str(Path.cwd()), *words]).encode(errors="surrogateescape")).hexdigest()
+    with hold_output(output, beside=True):
+        is_whole = _is_whole(mark, command, output)
+        try:
+            if not is_whole:
+                replace_text(mark, f"{command} {_inode(output)}\n")
+        except OSError as error:
+            raise _unwritable(mark, error) from error
+        try:
+            yield is_whole
+        finally:
+            if not _is_whole(mark, command, output):  # nothing to finish: the command failed, or was refused
+                mark.unlink(missing_ok=True)
+    mark.unlink(missing_ok=True)  # the last step, behind the lock: no kill leaves a lock without this mark
+
+
+def _is_whole(mark: Path, command: str, output: Path) -> bool:
+    """Return whether something new stands at the output since a command wrote its mark."""
+    try:
+        marked, before = mark.read_text("utf-8").split()
+    except (OSError, ValueError):
+        return False
+    return marked == command and _inode(output) not in ("none", before)
+
+
+def _inode(path: Path) -> str:
+    """Return the number of a file or folder, which renaming keeps; "none" where there is nothing."""
+    try:
+        return str(path.stat().st_ino)
+    except OSError:
+        return "none"
 
 
 @contextmanager

@@ -83,6 +83,12 @@ def command_line(called: str, words: Sequence[str]) -> str:
     return redact(shlex.join([*called.split(), *words]))
 
 
+def say_whole(output: Path) -> ExitCode:
+    """Print that an earlier start of the command wrote the output, and was killed before it had cleaned up."""
+    print(f"{redact(str(output))} is whole: this command wrote it and was killed at its end; what it left is removed")
+    return ExitCode.OK
+
+
 def run_command(
     command: Callable[[], int],
     *,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, get_args
 
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
-from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.command import quiet_libraries, run_command, say_whole
 from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
 from vembed.errors import ConfigError, ExitCode
 from vembed.extras import import_extra
 from vembed.files import home_path
-from vembed.output_lock import hold_output
+from vembed.output_lock import hold_for_command
 from vembed.redact import redact
 from vembed.search.output import Format, output_form, refuse_taken
 
@@ -95,10 +95,10 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Encode a corpus into an index."""
     parsed, watchdog = parse_arguments(arguments, program=program), Watchdog()
-    return run_command(partial(_run, parsed, watchdog), in_several=True, watchdog=watchdog)
+    return run_command(partial(_run, parsed, arguments, watchdog), in_several=True, watchdog=watchdog)
 
 
-def _run(parsed: argparse.Namespace, watchdog: Watchdog) -> int:
+def _run(parsed: argparse.Namespace, words: Sequence[str], watchdog: Watchdog) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
     _check_ray(parsed)
@@ -108,16 +108,27 @@ def _run(parsed: argparse.Namespace, watchdog: Watchdog) -> int:
 
     Corpus(parsed.data)  # a path that leads nowhere is told before torch is imported, which takes seconds
     with ExitStack() as stack:
-        if not process_env().is_launched:  # and so is a folder that can't be written
-            stack.enter_context(hold_output(output, beside=True))
 
+        def is_finished() -> bool:
+            """Hold the output; return whether a start that was killed at its end has written it, and clean up then."""
+            is_whole = stack.enter_context(hold_for_command(output, words)) and not parsed.overwrite
+            if is_whole:
+                from vembed.search.build import clean_killed
+
+                clean_killed(output.resolve())
+            return is_whole
+
+        if not process_env().is_launched and is_finished():  # here a folder that can't be written is told as well
+            return say_whole(output)
         from vembed.distributed.runtime import shut_down, start_runtime
         from vembed.training.guards import StopSignal
 
         quiet_libraries()
         runtime = start_runtime(deterministic=False, watchdog=watchdog)
         stop = stack.enter_context(StopSignal(advice="what is encoded is kept, and the same command continues"))
-        runtime.ranks.from_first(lambda: stack.enter_context(hold_output(output, beside=True)))
+        if process_env().is_launched and runtime.ranks.from_first(is_finished):
+            shut_down(watchdog)
+            return say_whole(output)
         refuse_taken(output, parsed.data, overwrite=parsed.overwrite)  # before a model is loaded
         stack.enter_context(stop.asking(runtime.ranks.agreement(runtime.device)))
         _encode(parsed, form, runtime.ranks, stop.poll)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.command import quiet_libraries, run_command, say_whole
 from vembed.entrypoints.model_arguments import add_card_arguments, add_source_arguments, source_keys
 from vembed.errors import ConfigError, ExitCode
 from vembed.extras import import_extra
-from vembed.output_lock import hold_output
+from vembed.files import clean_beside, home_path
+from vembed.output_lock import hold_for_command
 from vembed.redact import redact
 
 if TYPE_CHECKING:
@@ -60,12 +61,17 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Export a model with its card for another library."""
     parsed = parse_arguments(arguments, program=program)
-    return run_command(lambda: _run(parsed))
+    return run_command(lambda: _run(parsed, arguments))
 
 
-def _run(parsed: argparse.Namespace) -> int:
+def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
+    output = home_path(parsed.output).resolve()
     with ExitStack() as stack:
-        stack.enter_context(hold_output(parsed.output, beside=True))
+        is_whole = stack.enter_context(hold_for_command(output, words))
+        shutil.rmtree(_checkpoint_folder(output), ignore_errors=True)  # what a kill left
+        if is_whole and not parsed.overwrite:
+            clean_beside(output)
+            return say_whole(parsed.output)
         return _export(parsed, stack)
 
 
@@ -118,11 +124,15 @@ def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> str:
     run = Path(parsed.model).expanduser().resolve()
     if not OutputFolder(run).checkpoints.is_dir():
         raise ConfigError(f"--checkpoint: {parsed.model} has no checkpoints; name the output folder of a run")
-    near = parsed.output.expanduser().resolve().parent
-    near.mkdir(parents=True, exist_ok=True)
-    folder = Path(stack.enter_context(TemporaryDirectory(dir=near, prefix=".checkpoint-")))
+    folder = _checkpoint_folder(home_path(parsed.output).resolve())
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     print(f"the card tells nothing of the run: its report is of its kept model, not of step {parsed.checkpoint}")
     return str(write_saved_model(run, parsed.checkpoint, folder))
+
+
+def _checkpoint_folder(output: Path) -> Path:
+    return output.with_name(f".{output.name}.checkpoint")
 
 
 def _print(exported: Exported, output: Path, license_id: str | None) -> None:

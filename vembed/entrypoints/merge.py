@@ -10,12 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.entrypoints.command import command_line, quiet_libraries, run_command
+from vembed.entrypoints.command import command_line, quiet_libraries, run_command, say_whole
 from vembed.entrypoints.model_arguments import add_model_arguments
 from vembed.errors import ConfigError, ExitCode
 from vembed.evaluation.keys import metrics_that_choose
-from vembed.files import home_path
-from vembed.output_lock import hold_output
+from vembed.files import clean_beside, home_path
+from vembed.output_lock import hold_for_command
 from vembed.redact import redact
 
 if TYPE_CHECKING:
@@ -78,13 +78,17 @@ def main(arguments: Sequence[str], *, program: str) -> int:
     """Merge models into one."""
     parsed = parse_arguments(arguments, program=program)
     command = command_line(program, arguments)
-    return run_command(lambda: _run(parsed, command))
+    return run_command(lambda: _run(parsed, arguments, command))
 
 
-def _run(parsed: argparse.Namespace, command: str) -> int:
+def _run(parsed: argparse.Namespace, words: Sequence[str], command: str) -> int:
     _check(parsed)
     output = home_path(parsed.output)
-    with hold_output(output, beside=True):
+    with hold_for_command(output, words) as is_whole:
+        if is_whole and not parsed.overwrite:
+            clean_beside(output)
+            shutil.rmtree(_work_folder(output), ignore_errors=True)
+            return say_whole(output)
         return _merge(parsed, output, command)
 
 
@@ -151,29 +155,33 @@ def _merge(parsed: argparse.Namespace, output: Path, command: str) -> int:
     refuse_taken(output, overwrite=parsed.overwrite, source=None)
     keys = [_model_keys(parsed, name) for name in parsed.models]
     runtime = start_runtime(deterministic=False)
-    names = [redact(each.model_name) for each in keys]
+    names, pages = [redact(each.model_name) for each in keys], output.with_name(f"{output.name}-report")
     sets = _load_sets(parsed)
     computing = [each.model_copy(update={"torch_dtype": "float32"}) for each in keys]
     facts = {"method": parsed.method, "vembed": version("vembed"), "torch": version("torch")}
     with StopSignal(advice="evaluations that are done are kept, and the same command continues") as stop:
         encoders = [load_encoder(each).eval() for each in computing]
-        work, weights, page = output.with_name(f".{output.name}.merging"), parsed.weights, None
+        work, weights = _work_folder(output), parsed.weights
         identities = _identities(encoders) if weights is None else ()
         mixture = Mixture(encoders, names)
         del encoders
         if weights is None:
             choice = _choose(parsed, mixture, identities, sets, work, runtime.device, stop.poll)
-            page, weights = merge_page(choice, names, facts, command), choice.chosen.weights
+            weights = choice.chosen.weights
+            write_page(pages, merge_page(choice, names, facts, command))  # before the model: a kill leaves both or none
             print(merge_headline(choice))
         mixture.take(weights, parsed.method)
         record = {"models": names, "weights": list(weights), "method": parsed.method}
         _write(parsed, keys[0], mixture.encoder.to("cpu"), output, record, stop.poll)
-    if page is not None:
-        pages = output.with_name(f"{output.name}-report")
-        write_page(pages, page)
+    if parsed.weights is None:
         shutil.rmtree(work, ignore_errors=True)
         print(f"report: {redact(str(pages / 'report.html'))}")
     return ExitCode.OK
+
+
+def _work_folder(output: Path) -> Path:
+    """Return the folder that keeps the evaluations of the choice until the model is written."""
+    return output.with_name(f".{output.name}.merging")
 
 
 def _identities(encoders: Sequence[Encoder]) -> tuple[str, ...]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.data.keys import DataKeys
+from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
-from vembed.entrypoints.command import command_line, quiet_libraries, run_command
+from vembed.entrypoints.command import command_line, quiet_libraries, run_command, say_whole
 from vembed.entrypoints.options import ModelOptions, PictureOptions, RowOptions, check, option, parse_words, word
 from vembed.errors import ConfigError, ExitCode
 from vembed.files import home_path
-from vembed.output_lock import hold_output
+from vembed.output_lock import hold_for_command
 from vembed.redact import redact
 from vembed.section import Count, Name
 from vembed.text import plural
@@ -70,10 +72,11 @@ def main(arguments: Sequence[str], *, program: str) -> int:
     given = parse_words(MineOptions, arguments, program=program)
     command = command_line(program, arguments)
     watchdog = Watchdog()
-    return run_command(partial(_run, given, command, watchdog), in_several=True, watchdog=watchdog)
+    body = partial(_run, given, arguments, command, watchdog)
+    return run_command(body, in_several=True, watchdog=watchdog)
 
 
-def _run(given: Mapping[str, Any], command: str, watchdog: Watchdog) -> int:
+def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog: Watchdog) -> int:
     options = check(MineOptions, given)
     if options.seed is not None and options.mine_sampling != "random":
         raise ConfigError("--seed has an effect only with --sampling random")
@@ -83,7 +86,7 @@ def _run(given: Mapping[str, Any], command: str, watchdog: Watchdog) -> int:
     from vembed.mining.output import refuse_output
 
     output = home_path(options.output)
-    refuse_output(output, overwrite=options.overwrite)  # before torch is imported, which takes seconds
+    refuse_output(output, overwrite=True)
     # InfoNCE weighs rows; which loss will learn from pairs with scores isn't known here
     named, loss = ("--data", "--split"), RunLoss.chosen("infonce", {}).needs().taking("pairs")
     skipped = options.skip_invalid
@@ -95,14 +98,29 @@ def _run(given: Mapping[str, Any], command: str, watchdog: Watchdog) -> int:
     source = SourceOptions("train", options.split, keys, loss, named=named)
     refuse_missing(options.data, source)
 
-    from vembed.distributed.runtime import shut_down, start_runtime
-    from vembed.training.guards import StopSignal
+    with ExitStack() as stack:
 
-    quiet_libraries()
-    runtime = start_runtime(deterministic=False, watchdog=watchdog)
-    ranks = runtime.ranks
-    with ExitStack() as stack, StopSignal(advice="what is done is kept, and the same command continues") as stop:
-        ranks.from_first(lambda: stack.enter_context(hold_output(output, beside=True)))
+        def is_finished() -> bool:
+            """Hold the output; return whether a start that was killed at its end has written it, and clean up then."""
+            is_whole = stack.enter_context(hold_for_command(output, words)) and not options.overwrite
+            if is_whole:
+                shutil.rmtree(_work_folder(output), ignore_errors=True)
+            else:
+                refuse_output(output, overwrite=options.overwrite)
+            return is_whole
+
+        if not process_env().is_launched and is_finished():  # before torch is imported, which takes seconds
+            return say_whole(output)
+        from vembed.distributed.runtime import shut_down, start_runtime
+        from vembed.training.guards import StopSignal
+
+        quiet_libraries()
+        runtime = start_runtime(deterministic=False, watchdog=watchdog)
+        stop = stack.enter_context(StopSignal(advice="what is done is kept, and the same command continues"))
+        if process_env().is_launched and runtime.ranks.from_first(is_finished):
+            shut_down(watchdog)
+            return say_whole(output)
+        ranks = runtime.ranks
         stack.enter_context(stop.asking(ranks.agreement(runtime.device)))
         _mine(options, command, source, output, runtime, stop)
     shut_down(watchdog)
@@ -134,7 +152,7 @@ def _mine(
         model = load(options.model, **options.load_options())
     encode = model.item_encoder(options.batch_size, poll=stop.poll)
     encode.ranks = ranks
-    folder = output.with_name(f".{output.name}.mining")
+    folder = _work_folder(output)
     with seconds.part("teacher"):
         teacher = _teacher(options, task, folder, runtime, stop)
     mined = Miner(encode, options, folder, options.seed or 0, teacher, seconds).mine(task)
@@ -143,25 +161,34 @@ def _mine(
         facts = {"model": redact(model.name), "weights": weights, "settings": _shown(options)}
         if teacher is not None and options.teacher is not None:
             facts["teacher"] = redact(options.teacher)
-        with seconds.part("write"):
-            write_rows(
-                output,
-                loaded.table,
-                task,
-                mined,
-                facts,
-                replaces=options.mine_replace,
-                lists_grades=options.label_kind == "grade",
-                poll=stop.poll_alone,
-            )
         verbs = "has nothing to mine below and comes" if alone == 1 else "have nothing to mine below and come"
         notes = [*loaded.notes, *[f"{plural(alone, 'row')} without a positive {verbs} out as before."] * (alone > 0)]
         report = MiningReport(task, mined, options, facts, notes, seconds.parts, command)
-        pages = output.with_name(f"{output.stem}-report")
-        write_page(pages, mining_page(report, source.image_limits))
+        pages, started = output.with_name(f"{output.stem}-report"), time.perf_counter()
+
+        def write_report() -> None:
+            seconds.parts["write"] = time.perf_counter() - started
+            write_page(pages, mining_page(report, source.image_limits))
+
+        write_rows(
+            output,
+            loaded.table,
+            task,
+            mined,
+            facts,
+            replaces=options.mine_replace,
+            lists_grades=options.label_kind == "grade",
+            poll=stop.poll_alone,
+            before=write_report,  # so that no kill leaves rows without a report
+        )
         print(f"{report.headline}\nwritten to {redact(str(output))}; report: {redact(str(pages / 'report.html'))}")
         shutil.rmtree(folder, ignore_errors=True)
     ranks.gather_objects(None)  # all wait: the first one may fail
+
+
+def _work_folder(output: Path) -> Path:
+    """Return the folder that keeps vectors and candidates until the rows are written."""
+    return output.with_name(f".{output.name}.mining")
 
 
 def _corpus(options: MineOptions, limits: ImageLimits) -> ItemTable | None:

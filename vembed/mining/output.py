@@ -77,10 +77,12 @@ def write_rows(
     replaces: bool,
     lists_grades: bool = False,
     poll: Callable[[], None],
+    before: Callable[[], None] = lambda: None,
 ) -> None:
     """Write every record with its negatives; the file appears whole or not at all.
 
     Args:
+        before: Called when all is written, before the file takes its name.
         source: What all rows were mined with: model, settings and so on.
         replaces: Whether the negatives that the records have are dropped.
         lists_grades: Whether scores are grades: the label then lists one for each document; else it is 1 or 0.
@@ -95,6 +97,7 @@ def write_rows(
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as temporary:
             write(temporary, blocks, poll)
+            before()
     except Exception as error:
         refused = error if isinstance(error, OSError) else disk_error(error)
         if refused is None:

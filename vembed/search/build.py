@@ -45,7 +45,7 @@ from vembed.evaluation.encode import Encoded, values_of
 from vembed.evaluation.index import new_index, trained_clusters
 from vembed.evaluation.provenance import SAMPLE_TEXTS, model_key, vectors_key
 from vembed.evaluation.quantized import QUANTIZATIONS, index_of, write_faiss
-from vembed.files import disk_error, new_folder
+from vembed.files import clean_beside, disk_error, new_folder
 from vembed.pages.text import bytes_text
 from vembed.search.checksums import CHECKSUMS_FILE, write_checksums
 from vembed.search.documents import CorpusItems, DocumentSpans, write_documents
@@ -123,7 +123,7 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
         )
     if options.factory not in QUANTIZATIONS:
         new_index(options.factory, options.model.dimension)  # a misspelt factory costs no encoding
-    part = output.with_name(f".{output.name}.part")
+    part = _part(output)
     try:
         meta = _write_files(part, corpus, encode, options)
         if encode.ranks.is_first:
@@ -144,6 +144,16 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
             f"{output}: the index can't be written: {refused}. Free some space, or choose another folder"
         ) from error
     return meta
+
+
+def clean_killed(output: Path) -> None:
+    """Remove what a start that was killed once its output was whole has left beside it."""
+    clean_beside(output, keeps=is_others)
+    shutil.rmtree(_part(output), ignore_errors=True)
+
+
+def _part(output: Path) -> Path:
+    return output.with_name(f".{output.name}.part")
 
 
 def _publish(part: Path, output: Path, meta: IndexMeta, form: Format) -> None:

@@ -83,7 +83,7 @@ def write_table(folder: Path, output: Path, meta: IndexMeta, form: Format) -> No
     schema = pa.schema(fields, metadata=facts)
     try:
         if form == "parquet":
-            with new_file(output, shared=True) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+            with new_file(output) as temporary, pq.ParquetWriter(temporary, schema) as writer:
                 for batch in _batches(folder, schema):
                     writer.write_batch(batch)
         else:

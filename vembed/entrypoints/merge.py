@@ -86,7 +86,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], command: str) -> int:
     output = home_path(parsed.output)
     with hold_for_command(output, words) as is_whole:
         if is_whole and not parsed.overwrite:
-            clean_beside(output)
+            clean_beside(output.resolve())
             shutil.rmtree(_work_folder(output), ignore_errors=True)
             return say_whole(output)
         return _merge(parsed, output, command)

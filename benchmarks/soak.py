@@ -6,7 +6,7 @@ Each round takes one scenario (a training run, an evaluation, an index, ...) in 
 and does something to it: a signal, a full disk, a killed data worker. Half of these come at a random moment, half
 right before a random one of the command's own file operations. Then the same command is started again, undisturbed,
 and must end well with the same files, bit for bit but for times, and with nothing else: no temporary file, no process.
-With `--every`, nothing is drawn: each scenario is killed right before each of its file operations, one after the other.
+With `--every`, nothing is drawn: each scenario is killed right before each of its file operations, the last ones first.
 A round is a function of the seed and its number; moments by the clock depend on the machine too.
 
 Rounds of the scenario `ranks`, and one in ten of the others, start fresh interpreters; the rest are forks of one
@@ -96,6 +96,7 @@ def play_all(folder: Path, job: int, options: argparse.Namespace, profiles: dict
     player = Job(folder / f"job-{job}", folder / "site", profiles, fresh, str(options.seed))
     scenarios = _scenarios(options)
     moments = [(name, operation) for name in scenarios for operation in range(profiles[name].operations)]
+    moments.sort(key=lambda moment: moment[1] - profiles[moment[0]].operations, reverse=True)
     if not player.has_disk and job == 0:
         print("no full disks: this user may not mount a small one", flush=True)
     with (folder / f"outcomes-{job}.jsonl").open("w") as file:

@@ -187,7 +187,7 @@ def hold_for_command(output: Path, words: Sequence[str]) -> Iterator[bool]:
         is_whole = _is_whole(mark, command, output)
         try:
             if not is_whole:
-                replace_text(mark, f"{command} {_inode(output)}\n")
+                mark.write_text(f"{command} {_inode(output)}\n", "utf-8")  # half of it says that nothing is whole
         except OSError as error:
             raise _unwritable(mark, error) from error
         try:

@@ -564,6 +564,7 @@ class EncoderContract:
         assert size.num_parameters == sum(weight.numel() for weight in encoder.parameters())
         assert size.num_trainable == sum(weight.numel() for weight in encoder.parameters() if weight.requires_grad)
         assert size.dimension == encoder.dimension
+        assert size.modalities == encoder.modalities <= type(encoder).modalities
         if case.estimated:
             return
         assert {tower.name for tower in size.towers} == {tower.name for tower in encoder.towers()}

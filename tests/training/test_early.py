@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import PIL.Image
 import pytest
 
 from vembed.checkpoint.format import Checkpoint, FileEntry, write_manifest
@@ -86,6 +87,56 @@ def test_rows_that_may_be_dropped_and_columns_of_later_files_are_not_judged_earl
     (data.parent / "parts" / "0.csv").write_text("query,positive\na,b\n")
     (data.parent / "parts" / "1.csv").write_text("query,positive,extra\na,b,c\n")
     refuse_wrong_inputs(configured(data.parent / "parts", column_mapping={"extra": None}))
+
+
+def with_pictures(folder: Path, layout: str) -> Path:
+    """Write ten captions and their pictures, as a JSONL file or as a BEIR folder."""
+    for number in range(10):
+        PIL.Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+    if layout == "jsonl":
+        rows = [{"caption": f"red {number}", "image": f"{number}.png"} for number in range(10)]
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder / "pairs.jsonl"
+    (folder / "qrels").mkdir()
+    judgements = "".join(f"q{number}\t{number}\t1\n" for number in range(10))
+    (folder / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + judgements)
+    for file, rows in {
+        "queries.jsonl": [{"_id": f"q{number}", "text": f"red {number}"} for number in range(10)],
+        "corpus.jsonl": [{"_id": str(number), "image": f"{number}.png"} for number in range(10)],
+    }.items():
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("layout", "option", "keys"),
+    [("jsonl", "--validate", "seed=1"), ("builtin", "--validate", "seed=1"), ("beir", "--plan", "use_lora=true")],
+)
+def test_pictures_for_a_model_of_texts_are_refused_before_it_is_loaded(
+    tmp_path: Path, layout: str, option: str, keys: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "builtin:shapes" if layout == "builtin" else with_pictures(tmp_path, layout)
+    words = [f"data_path={path}", f"output_dir={tmp_path / 'out'}", keys]
+    assert train.main([option, "--config_override", "model_name=builtin:tiny-transformer", *words]) == 3
+    captured = capsys.readouterr().err
+    assert f"builtin:tiny-transformer reads texts, and {path} holds pictures: choose a model" in captured
+    assert train.main(["--validate", "--config_override", "model_name=builtin:tiny-clip", *words]) == 0
+
+
+def test_a_model_of_the_hub_is_known_by_the_files_that_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = with_pictures(tmp_path, "jsonl")
+    cache = tmp_path / "cache"
+    repository = cache / "models--someone--text-model"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    refuse_wrong_inputs(configured(path, model_name="someone/text-model"))  # nothing here: the hub isn't asked
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("c0ffee")
+    (repository / "snapshots" / "c0ffee").mkdir(parents=True)
+    (repository / "snapshots" / "c0ffee" / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(DataError, match=r"someone/text-model reads texts, and .* holds pictures"):
+        refuse_wrong_inputs(configured(path, model_name="someone/text-model"))
 
 
 def test_an_output_folder_that_is_not_free_is_refused(data: Path) -> None:

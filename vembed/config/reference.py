@@ -29,8 +29,9 @@ data_path: builtin:stdlib-code
 learning_rate: 1e-4
 ```
 
-`vembed train CONFIG --validate` checks a file, its paths and the columns of its data without training. Every problem of
-the file is listed at once, with its line and its fix. `vembed explain KEY` prints what stands here of a key.
+`vembed train CONFIG --validate` checks a file, its paths, the columns of its data, and whether the model reads the
+pictures among them, without training. Every problem of the file is listed at once, with its line and its fix.
+`vembed explain KEY` prints what stands here of a key.
 
 ## Precedence
 

@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from vembed.batch import modality_of
 from vembed.collector import collector_paused
 from vembed.data.beir import BeirSplit, beir_rows, is_beir, read_beir_split
-from vembed.data.builtin import load_builtin
+from vembed.data.builtin import holds_pictures, load_builtin
 from vembed.data.columns import ColumnResolver
 from vembed.data.files import RawRow, holds_text_cells, iter_rows, jsonl_blocks, jsonl_rows, suffix_of
 from vembed.data.hub import hub_rows, hub_split
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from vembed.batch import Modality
     from vembed.data.builtin import Rows
     from vembed.data.columns import ColumnsRead, LossNeeds
     from vembed.data.image_root import ImageRoot
@@ -101,11 +103,15 @@ def refuse_missing(path: str, options: SourceOptions) -> None:
             file.open("rb").close()
 
 
-def refuse_by_first_rows(path: str, options: SourceOptions) -> ColumnsRead:
-    """Refuse local files of rows where the columns of the first rows show that `load_records` would.
+class FirstRows(NamedTuple):
+    """The first rows of a source, as far as they can be read at once."""
 
-    Returns:
-        How their columns are read; nothing of a source of another kind.
+    columns: ColumnsRead  # how local files of rows are read; empty for a source of another kind
+    modalities: frozenset[Modality]  # of their items
+
+
+def refuse_by_first_rows(path: str, options: SourceOptions) -> FirstRows:
+    """Refuse local files of rows where the columns of the first rows show that `load_records` would.
 
     Raises:
         VembedError: As `load_records`.
@@ -114,7 +120,9 @@ def refuse_by_first_rows(path: str, options: SourceOptions) -> ColumnsRead:
     if files := _own_files(path, options):
         loader.read_file(files[0], most=FIRST_ROWS)
         loader.check_first(path if len(files) == 1 else str(files[0]), is_alone=len(files) == 1)
-    return loader.columns.read()
+    if preset_path(path) is not None or (path.startswith(BUILTIN_PREFIX) and holds_pictures(path)):
+        loader.modalities.add("image")  # drawing the rows of a built-in set takes seconds
+    return FirstRows(loader.columns.read(), frozenset(loader.modalities))
 
 
 def first_rows(path: str, options: SourceOptions, most: int) -> list[dict[str, object]]:
@@ -201,6 +209,7 @@ class _Loader:
         self._num_rows = 0
         self._has_header = False
         self._num_missing: Counter[str] = Counter()  # rows without a column that every row needs
+        self.modalities: set[Modality] = set()  # of the items of rows that are only looked at
         self._needed: dict[str, tuple[str, str]] = {}  # one that the loss asks for -> first row without it, and why
 
     @cached_property
@@ -281,8 +290,10 @@ class _Loader:
             except Fault as fault:
                 self._refuse(fault, row, where)
                 continue
-            if self._keeps and not log.refused:
-                query, positives, negatives, label, scores, numbers = fields
+            query, positives, negatives, label, scores, numbers = fields
+            if not self._keeps:
+                self.modalities.update(map(modality_of, (query, *positives, *negatives)))
+            elif not log.refused:
                 self._writer.add(
                     query,
                     positives=positives,

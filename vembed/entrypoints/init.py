@@ -149,7 +149,7 @@ def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]
     known = {name for ours, others in COLUMNS.items() for name in (ours, *others)}
     unknown = [name for name in (rows[0] if rows else ()) if name not in known]
     try:
-        return refuse_by_first_rows(data, options), {}, rows
+        return refuse_by_first_rows(data, options).columns, {}, rows
     except DataError:
         if len(unknown) != 2:
             raise
@@ -162,7 +162,7 @@ def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]
             )
     mapping = dict(zip(unknown, ("query", "positive"), strict=True))
     mapped = SourceOptions("train", keys=checked_section(DataKeys, {"column_mapping": mapping}))
-    return refuse_by_first_rows(data, mapped), mapping, rows
+    return refuse_by_first_rows(data, mapped).columns, mapping, rows
 
 
 def _supervision(columns: ColumnsRead, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -25,7 +25,7 @@ SCREEN_COLUMNS, SCREEN_LINES = 100, 24
 
 WHY_LINES, BAR_COLUMNS, INDENT = 3, 40, "  "
 
-MODEL_FACTS = ("towers", "projections", "trains")
+MODEL_FACTS = ("reads", "towers", "projections", "trains")
 """Of the facts that an encoder states, those that the short form shows."""
 
 

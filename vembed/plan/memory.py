@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from vembed.batch import Modality
 
 ADAM_STATES = 2
 """AdamW keeps two moments for each trainable parameter."""
@@ -99,6 +102,7 @@ class ModelSize:
     why_not_packed: str = "this encoder doesn't support it"  # rows that lie end to end; empty where it takes them
     vectors: tuple[float, float] = (1.0, 0.0)  # embeddings of a row: so many, and so many more for each of its tokens
     most_of_query: int = 0  # embeddings of a query, where they have a limit of their own; 0: as many as a document
+    modalities: frozenset[Modality] = frozenset()  # of the items that it reads
 
     @classmethod
     def by_formula(

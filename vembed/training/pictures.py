@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from vembed.batch import MODALITY_WORDS, content_id, modality_of, pictures_in
+from vembed.batch import MODALITY_WORDS, content_id, modality_of, modality_words, pictures_in
 from vembed.data.images import check_image
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from vembed.batch import Item, Modality, Side
     from vembed.data.images import ImageLimits
@@ -68,6 +68,11 @@ class ItemCounts:
     def direction(self) -> str:
         """What searches what, in words."""
         return f"{self.side_text('query')} search {self.side_text('document')}"
+
+    @property
+    def modalities(self) -> set[Modality]:
+        """Modalities of the items."""
+        return {modality for modality, (_, kind) in MODALITY_WORDS.items() if any(self.counts[kind].values())}
 
     def require(self, mode: RetrievalMode, source: str) -> None:
         """Refuse a set that holds anything else than a mode asks for.
@@ -135,3 +140,29 @@ class PictureSurvey:
         """Return what was found."""
         sizes = sorted(self._sizes.values(), key=lambda size: (size[0] * size[1], size))
         return PictureSizes(len(sizes), tuple(sizes))
+
+
+def what_is_read(modalities: Collection[Modality]) -> str:
+    """Return what a model reads and what it can't: "texts; no pictures"; "" where it reads everything."""
+    unread = set(MODALITY_WORDS) - set(modalities)
+    if unread > {"image+text"}:  # who reads no pictures, or no texts, reads no pictures with a text either
+        unread -= {"image+text"}
+    return f"{modality_words(modalities)}; no {modality_words(unread)}" if unread else ""
+
+
+def refuse_unread(model: str, taken: Collection[Modality], sets: Mapping[str, Collection[Modality]]) -> None:
+    """Refuse data with items that a model doesn't read.
+
+    Args:
+        taken: Modalities that the model reads.
+        sets: Name of a set -> modalities of its items.
+
+    Raises:
+        DataError: With the first such set.
+    """
+    for source, held in sets.items():
+        if unread := set(held) - set(taken):
+            raise DataError(
+                f"model_name: {model} reads {modality_words(taken)}, and {source} holds {modality_words(unread)}: "
+                f"choose a model that reads them too (docs/models.md), or leave them out with column_mapping"
+            )

@@ -57,6 +57,7 @@ from vembed.training.loop import Trainer
 from vembed.training.memory import peak_memory_bytes
 from vembed.training.optimizer import Optimizer, Schedule
 from vembed.training.output import OutputFolder
+from vembed.training.pictures import what_is_read
 from vembed.training.progress import RunClock, measured_step_seconds
 from vembed.training.saving import PARTS, RunCheckpoints, check_shape, refuse_other_run
 from vembed.training.space import DiskNeeds, free_bytes
@@ -214,7 +215,9 @@ def _open(config: Config, runtime: Runtime, output: OutputFolder, mode: Mode, st
     stack.enter_context(compile_errors_explained())
     words.doing = "loading the model"
     encoder, loss, sharded = _load_model(config, runtime, output, data, plan, keeps_initial=trains)
-    plan = replace(plan, model=encoder.describe()).noting(*sampler.arrangement_notes())
+    readable = what_is_read(encoder.modalities)
+    described = encoder.describe() | ({"reads": readable} if readable else {})
+    plan = replace(plan, model=described).noting(*sampler.arrangement_notes())
     run = Run(
         config=config,
         runtime=runtime,
@@ -553,7 +556,7 @@ def _dry_run(run: Run) -> None:
 def _show_plan(run: Run, plan: Plan, facts: Mapping[str, str], *, details: bool) -> str:
     """Log the plan on one screen, with `details` all of it; return all of it."""
     data = {**run.data.read, **run.data.set_facts()}
-    facts = {"model": run.config.model_name, **run.encoder.describe(), **data, **facts}
+    facts = {"model": run.config.model_name, **plan.model, **data, **facts}
     _log.info("%s", explain(plan, facts=facts, step_seconds=measured_step_seconds(run.output, plan)))
     full = explain_fully(plan, facts=facts)
     if details:

@@ -28,6 +28,7 @@ class BuiltinSet(NamedTuple):
 
     rows: MakeRows  # of one split; dictionaries are checked as rows of a file are
     retrieval: Callable[[Role], RetrievalData] | None = None  # where a row names only some of what is relevant
+    holds_pictures: bool = False  # known without making the set; a plugin's set isn't known
 
 
 @overload
@@ -77,6 +78,12 @@ def load_builtin_retrieval(name: str, split: str) -> RetrievalData | None:
     """
     made, role = _find(name, split)
     return None if made.retrieval is None else made.retrieval(role)
+
+
+def holds_pictures(path: str) -> bool:
+    """Return whether `builtin:NAME` is one of our sets with pictures."""
+    name = path.partition(":")[2]
+    return name in DATASETS and bool(DATASETS.load(name).holds_pictures)
 
 
 def _find(name: str, split: str) -> tuple[BuiltinSet, Role]:

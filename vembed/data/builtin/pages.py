@@ -137,4 +137,4 @@ def _hash(line: Line, purpose: str = "order") -> int:
     return int.from_bytes(hashlib.sha256(f"{purpose}|{' '.join(line)}".encode()).digest()[:8], "little")
 
 
-SET = BuiltinSet(load)
+SET = BuiltinSet(load, holds_pictures=True)

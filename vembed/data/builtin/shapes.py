@@ -339,4 +339,4 @@ def _name(thing: Thing) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words} {thing.shape}"
 
 
-SET = BuiltinSet(load, load_retrieval)
+SET = BuiltinSet(load, load_retrieval, holds_pictures=True)

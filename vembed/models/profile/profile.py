@@ -159,6 +159,7 @@ def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> Model
         vectors=_vectors(whole, "document"),
         most_of_query=_most_of_query(whole),
         why_not_packed=whole.why_not_packed(target.device, compute_dtype),
+        modalities=whole.modalities,
     )
 
 
@@ -242,7 +243,8 @@ def model_size(encoder: Encoder, *, compute_dtype: torch.dtype) -> ModelSize:
         max_length=encoder.longest_item,
         activation_bytes_per_token=int(encoder.activation_values() * compute_dtype.itemsize),
     )
-    return replace(size, vectors=_vectors(encoder, "document"), most_of_query=_most_of_query(encoder))
+    vectors, most_of_query = _vectors(encoder, "document"), _most_of_query(encoder)
+    return replace(size, vectors=vectors, most_of_query=most_of_query, modalities=encoder.modalities)
 
 
 class _Tower:

@@ -17,7 +17,7 @@ from vembed.data.corpus import Corpus
 from vembed.data.sources import refuse_by_first_rows, refuse_missing
 from vembed.errors import ConfigError, VembedError
 from vembed.files import home_path, is_file, is_folder, listed_paths
-from vembed.models.keys import model_names
+from vembed.models.keys import PAIR_SIGN, model_names, renamed
 from vembed.models.names import MODEL_FOLDER, locate
 from vembed.training.inputs import all_sources
 from vembed.training.output import OutputFolder
@@ -25,10 +25,13 @@ from vembed.training.trackers.registry import refuse_missing_packages
 from vembed.training.wiring.data import loss_needs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from typing import Any
 
+    from vembed.batch import Modality
     from vembed.config.schema import Config
+    from vembed.data.splits import SourceOptions
+    from vembed.models.keys import ModelKeys
 
 
 def refuse_wrong_run(config: Config, *, needs_data: bool = True) -> None:
@@ -59,7 +62,10 @@ def refuse_wrong_inputs(config: Config, *, needs_data: bool = True) -> None:
     named += [(key, name) for key, name in _teachers(config).items() if name is not None]
     models = [partial(_refuse_wrong_model, key, name) for key, name in named]
     has_data = config.data is not None or config.data_path is not None
-    _refuse_all([*models, *([partial(_refuse_wrong_data, config)] if has_data or needs_data else [])])
+    modalities: dict[str, frozenset[Modality]] = {}  # source -> those of its first rows
+    _refuse_all([*models, *([partial(_refuse_wrong_data, config, modalities)] if has_data or needs_data else [])])
+    if any(each - {"text"} for each in modalities.values()):  # looking at the model's class imports torch
+        _refuse_unread(config, modalities)
 
 
 def refuse_wrong_output(config: Config) -> None:
@@ -148,12 +154,38 @@ def _refuse_wrong_model(key: str, name: str) -> None:
         raise ConfigError(f"{key}: {name} is a file; name the folder of the model")
 
 
-def _refuse_wrong_data(config: Config) -> None:
+def _refuse_wrong_data(config: Config, modalities: dict[str, frozenset[Modality]]) -> None:
+    """Refuse data that are missing or wrong by their first rows, and add what those rows hold to `modalities`."""
+
+    def look(path: str, options: SourceOptions) -> None:
+        modalities[path] = refuse_by_first_rows(path, options).modalities
+
     sources = all_sources(config, loss_needs(config))
     _refuse_all(partial(refuse_missing, path, options) for path, options in sources)
-    _refuse_all(partial(refuse_by_first_rows, path, options) for path, options in sources)
+    _refuse_all(partial(look, path, options) for path, options in sources)
     if config.mine_corpus is not None:
         Corpus(config.mine_corpus)
+
+
+def _refuse_unread(config: Config, modalities: Mapping[str, Collection[Modality]]) -> None:
+    """Refuse pictures or texts for a model whose class reads none; no weights are loaded, and the hub isn't asked."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    from vembed.models.files import ModelFiles
+    from vembed.models.load import class_of
+    from vembed.training.pictures import refuse_unread
+
+    keys: ModelKeys = config
+    name = locate(config.model_name).name
+    if not (is_folder(name) or ":" in name or PAIR_SIGN in name):
+        cached: object = None
+        with suppress(HFValidationError):  # told where the model is loaded
+            cached = try_to_load_from_cache(name, "config.json", revision=config.model_revision)
+        if not isinstance(cached, str) or config.trust_remote_code:
+            return  # the plan tells, which reads the model's files
+        keys = renamed(config, str(Path(cached).parent))
+    refuse_unread(config.model_name, class_of(ModelFiles(keys)).modalities, modalities)
 
 
 def _newest_checkpoint(config: Config, output: OutputFolder) -> Path | None:

@@ -23,11 +23,13 @@ from vembed.plan.hardware import cpu_cores
 from vembed.plan.plan import Plan, compute_dtype, make_plan
 from vembed.plan.problem import DataSize, Mode, Strategy
 from vembed.plan.strategy import DECIDING_KEYS
+from vembed.training.pictures import ItemCounts, refuse_unread
 from vembed.training.wiring.data import measures_both_directions
 from vembed.training.wiring.mining import documents_per_query, mining_notes
 from vembed.training.wiring.model import teacher_dimension
 
 if TYPE_CHECKING:
+    from vembed.batch import Modality
     from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.distributed.runtime import Runtime
@@ -98,6 +100,7 @@ def build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
 
 def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
     model = measured_model(config, runtime.machine)
+    refuse_unread(config.model_name, model.modalities, _modalities(data))
     counts = data.counts
     size = DataSize(
         num_records=counts.num_records,
@@ -117,6 +120,13 @@ def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
         ),
     )
     return make_plan(config, runtime.machine, model, size, devices=_devices(runtime))
+
+
+def _modalities(data: RunData) -> dict[str, set[Modality]]:
+    """Return what the training data and each set hold, by name."""
+    tasks = [data.dev, data.test, *(each.task for each in data.further)]
+    sets = {task.name: ItemCounts.of(task).modalities for task in tasks if task is not None}
+    return {" and ".join(data.sources): data.counts.items.modalities, **sets}
 
 
 def _record_tokens(config: Config, model: ModelSize, data: RunData) -> tuple[float, ...]:

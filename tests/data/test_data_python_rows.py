@@ -122,9 +122,9 @@ def _file(record: Any) -> Any:
 def test_what_is_no_rows_is_refused_with_the_fix(tmp_path: Path) -> None:
     split = pytest.importorskip("datasets").Dataset.from_list(ROWS[:1])
     for wrong, words in (
-        ({"query": ["a"]}, r"data is a dict, which is not rows; give a list of dictionaries"),
+        ({"query": ["a"]}, r"data is of type dict, which is not rows; give a list of dictionaries"),
         ({"train": split}, r"give one split, as in data=data\['train'\]"),
-        (5, r"data is a int"),
+        (5, r"data is of type int"),
     ):
         with pytest.raises(TypeError, match=words):
             write_rows(wrong, tmp_path, "data", ImageLimits())

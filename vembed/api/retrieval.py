@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
+from vembed.api.arguments import errors_name_arguments, path_of
 from vembed.api.loading import LoadOptions, refuse_unknown
 from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, checked_side, load
 from vembed.data.corpus import Corpus, CorpusOptions
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Side
     from vembed.data.keys import LabelKind
+    from vembed.data.python_rows import RowsInput
     from vembed.evaluation.encode import ItemEncoder
     from vembed.search.output import Format
 
@@ -87,7 +89,7 @@ class IndexOptions(TypedDict, total=False):
 
 def evaluate(
     model: EmbeddingModel | str | Path,
-    data: str | Path,
+    data: RowsInput | str | Path,
     *,
     split: str | None = None,
     batch_size: int = DEFAULT_BATCH_SIZE,
@@ -99,7 +101,7 @@ def evaluate(
 
     Args:
         model: What `load` returned, or takes.
-        data: BEIR folder, file of rows, hub id or `builtin:SET`.
+        data: BEIR folder, file of rows, hub id or `builtin:SET`; or rows in memory, as `train` takes them.
         split: Split of the set; its test split by default.
         output: A folder that gets metrics.json, per_query.json and run.trec.
         image_root: Folder that pictures' paths start from and must stay in; default: the set's own.
@@ -111,7 +113,10 @@ def evaluate(
     limits = model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits()
     root = None if image_root is None else str(image_root)
     keys = DataKeys(image_root=root, max_image_pixels=limits.max_pixels, label_kind=label_kind)
-    task = load_retrieval(str(data), SourceOptions("test", split, keys, named=("data", "split")))
+    with path_of(data, limits) as path:
+        task = load_retrieval(path, SourceOptions("test", split, keys, named=("data", "split")))
+    if not isinstance(data, (str, Path)):
+        task = replace(task, name="data")
     loaded = model if isinstance(model, EmbeddingModel) else load(model)
     encode = loaded.item_encoder(batch_size)
     result = evaluate_task(encode, task, EvaluationOptions(system=redact(loaded.name)))
@@ -129,13 +134,16 @@ def evaluate(
 
 
 def build_index(
-    model: EmbeddingModel | str | Path, data: str | Path, output: str | Path, **options: Unpack[IndexOptions]
+    model: EmbeddingModel | str | Path,
+    data: RowsInput | str | Path,
+    output: str | Path,
+    **options: Unpack[IndexOptions],
 ) -> IndexMeta:
     """Encode a corpus into a folder that `open_index` and `vembed search` read.
 
     Args:
         data: BEIR folder, folder of pictures, file with ids and texts or pictures, text file with one document a line,
-            or `builtin:SET`.
+            or `builtin:SET`; or texts, dictionaries or a table in memory. Texts get their number, from 0, as id.
         output: The folder, or FILE.parquet; it appears complete or not at all.
 
     Raises:
@@ -145,24 +153,34 @@ def build_index(
     side: Side = options.get("side", "document")
     checked_side(side)
     folder, ranks = home_path(output), options.get("ranks") or Ranks()
-    options["format"] = output_form(folder, options.get("format"))
+    limits = model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits()
     with ExitStack() as stack:
+        stack.enter_context(errors_name_arguments(options={*IndexOptions.__annotations__, "output"}))
+        options["format"] = output_form(folder, options.get("format"))
         ranks.from_first(lambda: stack.enter_context(hold_output(folder, beside=True)))
-        refuse_taken(folder, str(data), overwrite=options.get("overwrite", False))
-        return _build_index(model, str(data), folder, side, options)
+        path = stack.enter_context(path_of(data, limits))
+        refuse_taken(folder, path, overwrite=options.get("overwrite", False))
+        source = redact(path) if isinstance(data, (str, Path)) else "rows in memory"
+        return _build_index(model, path, source, folder, side, limits, options)
 
 
 def _build_index(
-    model: EmbeddingModel | str | Path, data: str, folder: Path, side: Side, options: IndexOptions
+    model: EmbeddingModel | str | Path,
+    path: str,
+    source: str,
+    folder: Path,
+    side: Side,
+    limits: ImageLimits,
+    options: IndexOptions,
 ) -> IndexMeta:
     corpus_options = CorpusOptions(
         id=options.get("id_column"),
         text=options.get("text_column"),
         image=options.get("image_column"),
         image_root=_folder(options.get("image_root")),
-        image_limits=model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits(),
+        image_limits=limits,
     )
-    corpus = Corpus(data, corpus_options)
+    corpus = Corpus(path, corpus_options)
     loaded = model if isinstance(model, EmbeddingModel) else load(model)
     encode = loaded.item_encoder(options.get("batch_size", DEFAULT_BATCH_SIZE), poll=options.get("poll"))
     encode.ranks = options.get("ranks") or Ranks()
@@ -173,7 +191,7 @@ def _build_index(
         BuildOptions(
             model=loaded.identity,
             model_options=_vector_options(loaded),
-            source=redact(data),
+            source=source,
             side=side,
             factory=options.get("index", "Flat"),
             form=options["format"],
@@ -223,7 +241,13 @@ def open_index(
         MachineError: The model can't be reached.
     """
     refuse_unknown(options, LoadOptions, "open_index")
-    path = home_path(folder)
+    with errors_name_arguments(options=("model", "overwrite")):
+        return _open_index(home_path(folder), model, rescored, options)
+
+
+def _open_index(
+    path: Path, model: EmbeddingModel | str | Path | None, rescored: int | None, options: LoadOptions
+) -> Searcher:
     if rescored is not None and rescored < 0:
         raise ConfigError(f"rescored is {rescored}; it is at least 0")
     index = SearchIndex(unpacked(path) if is_table(path) else path, rescored=rescored, place=path)

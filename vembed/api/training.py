@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from vembed.api.arguments import errors_name_arguments
 from vembed.api.result import RunResult
 from vembed.config.load import load_values
 from vembed.config.schema import Config
@@ -16,12 +17,13 @@ from vembed.data.keys import Source
 from vembed.data.python_rows import ROWS_FOLDER, write_rows
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
-from vembed.errors import ConfigError
+from vembed.errors import ConfigError, DataError
 from vembed.losses.registry import register_loss
 from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.terminal import printed_lines
 from vembed.training.callbacks import Callbacks
+from vembed.training.inputs import SUGGESTED_SET
 from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ __all__ = ["RunResult", "train"]
 
 _DATA_KEYS = {"data": "data_path", "val_data": "val_data_path", "test_data": "test_data_path"}
 """Argument -> the key that a path in it stands for."""
+
+_ARGUMENTS = {"model_name": "model", "loss_type": "loss", **{key: argument for argument, key in _DATA_KEYS.items()}}
+"""Key -> the argument that stands for it."""
 
 
 def train(
@@ -88,16 +93,25 @@ def train(
             is_path = given is None or _is_path(given)
             _add(overrides, _DATA_KEYS[name], given if is_path else name, name)
             rows |= {} if is_path else {name: given}
+    given = {"model_name": model, "loss_type": loss, "data_path": data, "val_data_path": val_data}
+    given |= {"test_data_path": test_data}
+    named = {key: argument for key, argument in _ARGUMENTS.items() if given[key] is not None}
     base = _base(config)
-    loaded = load_values(base, overrides)
-    with ExitStack() as held:
+    if config is None and not overrides.keys() & {"model_name", "model_name_or_path", "text_model_name"}:
+        raise ConfigError('model is missing: a hub id, a folder, or one from scratch, model="builtin:ngram-bag"')
+    files: dict[str, Path] = {}  # argument -> the file of its rows
+    with errors_name_arguments(files, named), ExitStack() as held:
+        loaded = load_values(base, overrides)
+        if loaded.config.data is None and loaded.config.data_path is None:
+            raise DataError(f'data is missing: rows, a path, or a set that is built in, data="{SUGGESTED_SET}"')
         if not quiet and not logging.getLogger("vembed").hasHandlers():
             held.enter_context(printed_lines(errors_only=process_env().rank > 0))
         if rows:
             if process_env().rank == 0:  # with several, the first one holds the folder for all
                 held.enter_context(hold_output(Path(loaded.config.output_dir)))
             made = held.enter_context(_rows_of_runs_only(Path(loaded.config.output_dir)))
-            overrides |= {_DATA_KEYS[name]: str(path) for name, path in _written(rows, loaded.config, made)}
+            files |= _written(rows, loaded.config, made)
+            overrides |= {_DATA_KEYS[name]: str(path) for name, path in files.items()}
             loaded = load_values(base, overrides)
         return _run(loaded, _command(config, overrides), asked)
 

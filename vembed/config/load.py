@@ -50,7 +50,7 @@ class Origin(NamedTuple):
 
     layer: int  # 0 for the file, 1 for overrides
     number: int  # line in the file (0 for the file as a whole), or position of the override
-    label: str  # "configs/a.yaml:7", "override learning_rate=-1"
+    label: str  # "configs/a.yaml:7", "override learning_rate=-1", "argument learning_rate=-1"
 
 
 class Setting(NamedTuple):
@@ -289,7 +289,7 @@ def _read_values(values: Mapping[Any, object], *, layer: int) -> Layer:
             value, reason = _plain(given, MAX_DEPTH, left), None
         except Unreadable as error:
             value, reason = "...", error.text
-        origin = Origin(layer, number, f"override {_shown_override(f'{name}={value}')}" if layer else "configuration")
+        origin = Origin(layer, number, f"argument {_shown_override(f'{name}={value}')}" if layer else "configuration")
         if not isinstance(name, str):
             problems.append(Problem(origin, f"{shown(repr(name))} is no text; a key is one, such as 'batch_size'"))
         elif reason is not None:

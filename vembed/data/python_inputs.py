@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import PIL.Image
 import PIL.ImageOps
@@ -42,13 +42,33 @@ def items_of(rows: Iterable[ItemInput], limits: ImageLimits) -> list[Item]:
     """Return rows as items; pictures are checked by their headers.
 
     Raises:
-        TypeError: The rows are a single text, picture or file, or a row is none of them.
+        TypeError: The rows are a single text, picture or file, a table of several columns, or a row is none of them.
         ImageError: A picture is missing, broken or over the limits; the message names its file or row.
     """
     if isinstance(rows, (str, bytes, Path, PIL.Image.Image, Image, Composed)):
         what = "text" if isinstance(rows, str) else "picture"
         raise TypeError(f"rows is one {what}; give a list of {what}s, as in encode([{what}], side)")
+    if is_table(rows):
+        rows = _only_column(rows)
     return [_item(row, f"row {number}", limits) for number, row in enumerate(rows)]
+
+
+def is_table(rows: object) -> bool:
+    """Return whether rows have columns, as those of pandas, polars, Arrow and datasets: iterating may yield names."""
+    return hasattr(rows, "column_names") or hasattr(rows, "columns")
+
+
+def _only_column(table: Any) -> Iterable[ItemInput]:
+    names = list(table.column_names if hasattr(table, "column_names") else table.columns)
+    if len(names) != 1:
+        column = "text" if "text" in names else names[0] if names else "text"
+        raise TypeError(
+            f"rows is a {type(table).__name__} with the columns {', '.join(map(str, names)) or 'none'}; give one of "
+            f"them, as in encode(table[{column!r}], side)"
+        )
+    column = table[names[0]]
+    texts: Iterable[ItemInput] = column.to_pylist() if hasattr(column, "to_pylist") else column
+    return texts
 
 
 def refuse_other_modalities(items: Iterable[Item], taken: frozenset[Modality], name: str) -> None:

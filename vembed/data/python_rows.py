@@ -102,7 +102,7 @@ def _rows_of(rows: RowsInput, name: str) -> Iterable[Any]:
         hint = (
             f"give one split, as in {name}={name}[{next(iter(rows))!r}]" if several else "give a list of dictionaries"
         )
-        raise TypeError(f"{name} is a {type(rows).__name__}, which is not rows; {hint}")
+        raise TypeError(f"{name} is of type {type(rows).__name__}, which is not rows; {hint}")
     return rows
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+NEAR = 0.75
+"""Similarity of two names, as difflib has it, from which one is taken for a misspelling of the other."""
+
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff"
     "\ud800-\udfff]"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vembed.data.column_guesses import guess
 from vembed.errors import ConfigError, DataError
-from vembed.text import cut
+from vembed.text import NEAR, cut
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -44,6 +44,9 @@ PROVENANCE = "mined"
 """What `vembed mine` says of a row's negatives: for people and reports; readers pass over it without a word."""
 
 NUMBERED_NEGATIVE = re.compile(r"negative_(\d+)", re.ASCII)
+MOST_BLANKS = 6
+"""Columns without a known name up to which a message shows a mapping of them to be filled in."""
+
 MAX_SHAPES = 10_000
 """Shapes and ignored names kept: bounds the memory that a file with random column names can take."""
 
@@ -239,18 +242,39 @@ class ColumnResolver:
         return ColumnsRead(used, tuple(self._guessed), tuple(ignored), tuple(self.tables))
 
     def missing(self, column: str, names: Iterable[str]) -> str:
-        """Return why a row without a column is refused, with the nearest name that it has.
+        """Return why a row without a column is refused, and how to name its columns.
+
+        A name that is near is taken for a misspelling; of other columns without a known name a mapping is shown whose
+        blanks the user fills in.
 
         Args:
             column: Our name of the missing column, or that of one that the loss asks for.
         """
         names = [name for name in names if name not in self._mapping]
-        aliases = self._extra[column].aliases if column in self._extra else COLUMNS[column]
-        near = _nearest_of(names, (column, *aliases))
+        unnamed = [name for name in names if not self._is_named(name)]
+        lacking = [column, *(other for other in self._unseen() if other != column and column in _PICTURE_OF)]
+        aliases = {each: self._extra[each].aliases if each in self._extra else COLUMNS[each] for each in lacking}
+        near = {name: each for each in lacking if (name := _nearest_of(unnamed, (each, *aliases[each])))}
+        mapping = near
+        if len(near) < len(lacking) and len(unnamed) <= MOST_BLANKS:
+            mapping = {name: near.get(name, "____") for name in unnamed}
+        entries = f"column_mapping: {{{', '.join(f'{name}: {target}' for name, target in mapping.items())}}}"
         picture = f", nor {_PICTURE_OF[column]}" if column in _PICTURE_OF else ""
-        others = f" (nor any of {', '.join(aliases)}{picture})" if aliases else ""
-        fix = f"; if {near!r} is meant: column_mapping: {{{near}: {column}}}" if near else ""
-        return f"missing{others}; the row has {listing(names)}{fix}"
+        others = f" (nor any of {', '.join(aliases[column])}{picture})" if aliases[column] else ""
+        reason = f"missing{others}{''.join(f', and so is {other!r}' for other in lacking[1:])}"
+        if not mapping:
+            fix = ""
+        elif "____" in mapping.values():
+            fix = (
+                f"; say which is {' and which '.join(each for each in lacking if each not in near.values())}: {entries}"
+            )
+        else:
+            fix = f"; if {' and '.join(map(repr, near))} {'is' if len(near) == 1 else 'are'} meant: {entries}"
+        return f"{reason}; the row has {listing(names)}{fix}"
+
+    def _unseen(self) -> list[str]:
+        """Return which of the two columns that every row needs no row had, neither as a text nor as a picture."""
+        return [column for column, picture in _PICTURE_OF.items() if not {column, picture} & self._used.keys()]
 
     def _resolve(self, names: tuple[str, ...], *, where: str) -> RowShape:
         targets = {name: self._mapping.get(name, name) for name in names}
@@ -370,7 +394,7 @@ class ColumnResolver:
 
 def closest(name: str, names: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the nearest of some names, or an empty string."""
-    near = get_close_matches(name, list(names), n=1)
+    near = get_close_matches(name, list(names), n=1, cutoff=NEAR)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
@@ -382,7 +406,7 @@ def listing(names: Iterable[str], limit: int = 20) -> str:
 
 
 def _nearest_of(names: Sequence[str], wanted: Sequence[str]) -> str | None:
-    return next((near[0] for target in wanted if (near := get_close_matches(target, names, n=1))), None)
+    return next((near[0] for target in wanted if (near := get_close_matches(target, names, n=1, cutoff=NEAR))), None)
 
 
 def _image_message(name: str, where: str) -> str:

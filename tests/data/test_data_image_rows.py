@@ -207,6 +207,12 @@ def test_every_path_that_stays_inside_is_taken(
         assert only(write_jsonl([{"query": "q", "image": path}])).positives == (pictures["a"],)
 
 
+def test_a_missing_picture_names_image_root(write_jsonl: WriteJsonl) -> None:
+    manifest = write_jsonl([{"query": "q", "image": "gone.png"}])
+    words = f"no such file in {manifest.parent}; set image_root to the folder that the paths start from"
+    assert words in refusal(manifest)
+
+
 def test_image_root_replaces_the_manifests_folder(
     tmp_path: Path, write_jsonl: WriteJsonl, pictures: dict[str, Image]
 ) -> None:

@@ -89,6 +89,16 @@ def test_a_row_that_goes_on_behind_the_sample_is_no_obstacle(tmp_path: Path, mon
     assert pairs(path) == [("a", "b"), ("c\nd\ne", "f")]
 
 
+@pytest.mark.parametrize("delimiter", [",", ";"])
+def test_one_bad_quote_is_told_by_its_line_and_hides_no_delimiter(tmp_path: Path, delimiter: str) -> None:
+    path = tmp_path / "rows.csv"
+    lines = [("query", "positive"), *((f"q{number}", f"p{number}") for number in range(20))]
+    lines[7] = ("q7", '"p" 7')
+    path.write_text("".join(delimiter.join(cells) + "\n" for cells in lines))
+    assert "rows.csv:8: bad quoting or cells" in refusal(path)
+    assert "1 invalid row" in refusal(path)
+
+
 def test_two_delimiters_that_fit_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("query;positive|x\na;b|c\n")

@@ -63,6 +63,29 @@ def test_clean_rows_give_no_finding(checked: Callable[..., Any]) -> None:
     assert document["profile"]["lengths"]["queries"]["quantiles"]["0.5"] == 12
 
 
+@pytest.mark.parametrize(
+    ("kind", "spoilt", "sound"),
+    [
+        ("html_in_texts", "a <p class='x'>paragraph</p>", "a < b > c, and <unknown> words"),
+        ("entities_in_texts", "salt &amp; pepper&#39;s", "AT&T; salt & pepper"),
+        ("mojibake", "caf\u00c3\u00a9", "S\u00c3O na\u00efve \u2019 20 \u00b0C"),
+        ("lost_characters", "caf\ufffd", "caf\u00e9"),
+        ("missing_values", "NaN", "none of them is null"),
+        ("missing_values", "None", "Nan is a grandmother"),
+        ("missing_values", "null", "a null pointer"),
+    ],
+)
+def test_traces_of_exports_and_wrong_encodings_are_found(
+    kind: str, spoilt: str, sound: str, checked: Callable[..., Any]
+) -> None:
+    rows = clean_rows(20)
+    rows[3]["positive"], rows[5]["positive"] = spoilt, sound
+    found = kinds(checked(rows)[1])
+    assert found.keys() == {kind}
+    assert (found[kind]["count"], found[kind]["severity"]) == (1, "warning")
+    assert found[kind]["examples"][0]["Row"] == "train.jsonl:4"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["stdlib-code", "shapes"])
 def test_built_in_sets_have_no_error(name: str, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ class ImageRoot:
         above = Path(self._folder).parent
         if ".." not in Path(path).parts and is_file(above / path):
             return f" in {self._folder}; it is in {above}: set image_root: {above}"
-        return f" in {self._folder}"
+        return f" in {self._folder}; set image_root to the folder that the paths start from"
 
 
 def _decoded(text: str) -> bytes:

@@ -62,6 +62,9 @@ def table_form(path: Path) -> TableForm:
     sample, is_whole = _sample(path)
     own = OWN_DELIMITERS.get(_suffix(path))
     even = [each for each in DELIMITERS if _splits_evenly(sample, each, is_whole=is_whole)]
+    if own is not None and not even and any('"' in line for line in sample):
+        # One bad quote breaks the cells of all that follows: the lines by themselves still tell the delimiter.
+        even = [each for each in DELIMITERS if _splits_most_lines(sample, each)]
     if own not in even and len(even) > 1:
         names = " and ".join(DELIMITERS[each] for each in even)
         raise DataError(
@@ -186,6 +189,12 @@ def _splits_evenly(sample: Sequence[str], delimiter: str, *, is_whole: bool) -> 
             if is_whole or reader.line_num < len(sample):  # else a row that continues after the sample
                 return False
     return len(widths) == 1 and widths != {1}
+
+
+def _splits_most_lines(sample: Sequence[str], delimiter: str) -> bool:
+    """Return whether a delimiter is as often in most lines as in the header, whatever the quotes."""
+    counts = [line.count(delimiter) for line in sample if line.strip("\r\n")]
+    return counts[0] > 0 and counts.count(counts[0]) > len(counts) / 2
 
 
 def _quotes_are_characters(path: Path) -> bool:

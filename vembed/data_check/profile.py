@@ -10,6 +10,7 @@ import numpy as np
 from vembed.data_check.duplicates import spread
 from vembed.data_check.findings import Finding
 from vembed.data_check.scripts import NO_LETTERS, SCRIPTS
+from vembed.data_check.spoilt import TRACES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,7 +99,7 @@ def _grades(scores: NDArray[np.float64]) -> dict[str, int]:
 
 
 def odd_texts(source: Source) -> list[Finding]:
-    """Find texts without a letter, and texts that most encoders would cut."""
+    """Find texts without a letter, with traces of an export, and texts that most encoders would cut."""
     facts, used = source.facts, np.union1d(source.queries, source.documents)
     used = used[facts.is_text[used]]
     long = used[facts.words_I[used] > LONG_WORDS]
@@ -111,6 +112,10 @@ def odd_texts(source: Source) -> list[Finding]:
             silent,
             "without a letter",
             'Numbers and signs alone say little: often a placeholder ("-", "...") or the wrong column.',
+        ),
+        *(
+            (trace.kind, "warning", used[facts.traces_I[used] & (1 << place) > 0], trace.phrase, trace.advice)
+            for place, trace in enumerate(TRACES)
         ),
         (
             "long_texts",

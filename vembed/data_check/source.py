@@ -17,6 +17,7 @@ from vembed.data.problems import AllProblems
 from vembed.data.sources import load_records
 from vembed.data.table import BLOCK_ROWS
 from vembed.data_check.scripts import num_words, script_of
+from vembed.data_check.spoilt import traces_of
 from vembed.errors import DataError
 from vembed.pages.text import clip
 
@@ -43,6 +44,7 @@ class ItemFacts:
 
     words_I: NDArray[np.int32]  # 0 of a picture
     scripts_I: NDArray[np.int8]  # place in `SCRIPTS`, -1 of a picture
+    traces_I: NDArray[np.uint8]  # bits of `TRACES`, 0 of a picture
     normal_I: NDArray[np.int64]  # hash of the normalised text, in this process; of pictures that of their content
     bands_BI: NDArray[np.uint32]  # sketches of texts
 
@@ -109,6 +111,7 @@ class Source:
         facts = ItemFacts(
             np.zeros(count, np.int32),
             np.full(count, -1, np.int8),
+            np.zeros(count, np.uint8),
             items.ids.copy(),
             np.zeros((BANDS, count), np.uint32),
         )
@@ -121,6 +124,7 @@ class Source:
             normal = [normalised(text) for _, text in texts]
             facts.words_I[own] = [num_words(text) for _, text in texts]
             facts.scripts_I[own] = [script_of(text) for _, text in texts]
+            facts.traces_I[own] = [traces_of(text) for _, text in texts]
             facts.normal_I[own] = [hash(text) for text in normal]
             facts.bands_BI[:, own] = sketches(normal)
         return facts

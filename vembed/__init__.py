@@ -101,5 +101,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names beside those that every module has."""
-    return sorted({*__all__, *globals()})
+    """Return the public names."""
+    return sorted(__all__)

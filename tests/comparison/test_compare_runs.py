@@ -290,9 +290,10 @@ def test_planned_time_and_memory_stand_beside_the_measured_ones(runs: list[Path]
 def test_logs_beside_runs_are_passed_over(runs: list[Path]) -> None:
     log = runs[0].with_name("first.log")
     log.touch()
-    found = compare_runs([runs[0], log, runs[1]])
-    assert [run.name for run in found.runs] == ["first", "better"]
-    assert found.notes == (f"{log} is passed over: it isn't a run.",)
+    for named in ([runs[0], log, runs[1]], [str(log.with_name("*"))]):
+        found = compare_runs(named)
+        assert {run.name for run in found.runs} >= {"first", "better"}
+        assert found.notes == ()
     with pytest.raises(ConfigError, match="none of the files named is a run"):
         compare_runs([log])
 

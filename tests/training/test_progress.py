@@ -154,14 +154,16 @@ def test_only_a_step_that_takes_long_speaks_and_ever_more_rarely(
     assert 1 <= len(caplog.messages) <= 3
 
 
-def test_next_commands_compare_with_the_run_that_ended_before(tmp_path: Path) -> None:
-    for age, name in enumerate(("latest", "older", "no-run")):
+def test_next_commands_compare_with_the_run_on_the_same_data_that_ended_before(tmp_path: Path) -> None:
+    for age, name in enumerate(("other-data", "latest", "older", "no-run")):
         report = tmp_path / name / "report" / "report.json"
         report.parent.mkdir(parents=True)
         report.touch()
         os.utime(report, (1e9 - age, 1e9 - age if name != "no-run" else 2e9))
         if name != "no-run":
             (tmp_path / name / "plan.json").touch()
+        data = "other.jsonl" if name == "other-data" else KEYS["data_path"]
+        (tmp_path / name / "config.yaml").write_text(f"data_path: {data}\n")
     first = next_commands(tmp_path / "mine", KEYS)[0]
     assert first == f"vembed compare {tmp_path}/latest {tmp_path}/mine --output {tmp_path}/mine-comparison"
 

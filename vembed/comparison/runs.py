@@ -126,8 +126,7 @@ def read_runs(paths: Sequence[Path | str], first: Path | str | None = None) -> t
     for named in paths:
         path = home_path(named)
         if is_file(path) and any(is_run(folder) for folder in path.parent.iterdir() if folder.is_dir()):
-            notes.append(f"{redact(str(named))} is passed over: it isn't a run.")  # a shell's DIR/* names logs too
-            continue
+            continue  # a shell's DIR/* names logs too
         matches, passed_over = _folders(named)
         notes += passed_over
         for folder in matches:
@@ -154,7 +153,7 @@ def _folders(named: Path | str) -> tuple[list[Path], list[str]]:
         runs = [match for match in matches if is_folder(match) and is_run(match) and not is_file(match / SEEDS_FILE)]
         if not runs:
             raise ConfigError(f"{shown} matches no output folder of a run")
-        others = [match for match in matches if match not in runs]
+        others = [match for match in matches if match not in runs and is_folder(match)]  # logs lie beside runs
         return runs, [f"{redact(str(other))} is passed over: it isn't a run." for other in others]
     if not is_folder(path):
         raise ConfigError(f"there is no folder {shown}{nearest_folder(path)}; name a run's output folder")

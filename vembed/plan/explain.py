@@ -127,7 +127,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     reads = "fits" if plan.fits else "may not fit"
     yield "memory", f"{bar} {needed / GIB:.1f} of {usable / GIB:.1f} GiB usable: {reads}"
     sizes = ", ".join(f"{name} {size}" for name, size in _parts(plan)[0].items())
-    yield "", f"# {show_bytes(total)} at the peak, + margin and reserve ({sizes})"
+    yield "", f"# {show_bytes(total)} at the peak, if all items have full length, + margin and reserve ({sizes})"
 
 
 def _work(plan: Plan, step_seconds: float | None) -> Iterator[tuple[str, str]]:

@@ -6,10 +6,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vembed.config.load import file_values
 from vembed.data.corpus_files import CORPUS_FILES
 from vembed.data.keys import listed
 from vembed.data.presets import preset_path
 from vembed.data.sources import BUILTIN_PREFIX
+from vembed.errors import ConfigError
 from vembed.models.names import is_run
 from vembed.redact import redact
 
@@ -30,7 +32,7 @@ def next_commands(run: Path, config: Mapping[str, Any]) -> list[str]:
     judged = "test" if config["test_data_path"] else "val"
     sets, split = listed(config[f"{judged}_data_path"]), config[f"{judged}_data_split"]
     commands = []
-    if other := _run_before(run):
+    if other := _run_before(run, config):
         commands.append(f"{vembed} compare {shlex.join([str(other), str(run), '--output', f'{run}-comparison'])}")
     if sets and not config["column_mapping"]:
         reading = {"--split": split, "--image-root": config["image_root"], "--label-kind": config["label_kind"]}
@@ -44,11 +46,23 @@ def next_commands(run: Path, config: Mapping[str, Any]) -> list[str]:
     return list(map(redact, commands))
 
 
-def _run_before(run: Path) -> Path | None:
-    """Return the latest run beside this one that has ended with a report."""
+def _run_before(run: Path, config: Mapping[str, Any]) -> Path | None:
+    """Return the latest run beside this one that has ended with a report and was judged on the same data."""
     reports = [path for path in run.parent.glob("*/report/report.json") if path.parents[1] != run]
-    ended = [path for path in reports if is_run(path.parents[1])]
-    return max(ended, key=lambda path: path.stat().st_mtime).parents[1] if ended else None
+    reports.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    folders = [path.parents[1] for path in reports if is_run(path.parents[1])]
+    return next((folder for folder in folders if _judges_alike(folder, config)), None)
+
+
+def _judges_alike(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Return whether a run's verdict is on the set that a configuration names, or on rows held out of the same data."""
+    try:
+        other = file_values(folder / "config.yaml")
+    except ConfigError:
+        return False
+    keys = ["test_data_path", "val_data_path", "data_path", "data"]
+    decides = next(key for key in keys if config[key] or key == "data")
+    return all(other.get(key) == config[key] for key in keys[: keys.index(decides) + 1])
 
 
 def _is_corpus(path: str) -> bool:

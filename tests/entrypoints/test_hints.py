@@ -46,6 +46,7 @@ def test_all_missing_columns_stand_in_one_message(
         ("device=cuda", "a run takes the accelerators that it sees; choose them by CUDA_VISIBLE_DEVICES=0"),
         ("gpu=1", "a run takes the accelerators that it sees"),
         ("cuda=true", "a run takes the accelerators that it sees"),
+        ("val_data_path=none", "to train without one, set eval_strategy to no and name a test_data_path"),
         ("n_dims_per_step=3", "unknown key; docs/configuration.md lists every key"),
         ("lerning_rate=1", "unknown key; did you mean learning_rate?"),
         ("num_epoch=1", "unknown key; did you mean epochs?"),

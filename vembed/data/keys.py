@@ -51,6 +51,11 @@ def _one_dev_set(value: object) -> object:
             "one set chooses the best checkpoint; name the others in test_data_path, for a verdict on each, or in "
             "guard_data, on which the model should lose nothing"
         )
+    if isinstance(value, str) and value.lower() == "none":
+        raise ValueError(
+            "is a set; to train without one, set eval_strategy to no and name a test_data_path: no rows are held out, "
+            "and the last checkpoint counts (without a test set, rows are held out for the verdict)"
+        )
     return value
 
 

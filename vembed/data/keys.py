@@ -53,8 +53,8 @@ def _one_dev_set(value: object) -> object:
         )
     if isinstance(value, str) and value.lower() == "none":
         raise ValueError(
-            "is a set; to train without one, set eval_strategy to no and name a test_data_path: no rows are held out, "
-            "and the last checkpoint counts (without a test set, rows are held out for the verdict)"
+            "must name a set; to train without one, set eval_strategy to no and name a test_data_path: no rows are "
+            "held out, and the last checkpoint counts (without a test set, rows are held out for the verdict)"
         )
     return value
 

@@ -6,12 +6,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vembed.config.load import file_values
+import yaml
+
 from vembed.data.corpus_files import CORPUS_FILES
 from vembed.data.keys import listed
 from vembed.data.presets import preset_path
 from vembed.data.sources import BUILTIN_PREFIX
-from vembed.errors import ConfigError
 from vembed.models.names import is_run
 from vembed.redact import redact
 
@@ -57,8 +57,10 @@ def _run_before(run: Path, config: Mapping[str, Any]) -> Path | None:
 def _judges_alike(folder: Path, config: Mapping[str, Any]) -> bool:
     """Return whether a run's verdict is on the set that a configuration names, or on rows held out of the same data."""
     try:
-        other = file_values(folder / "config.yaml")
-    except ConfigError:
+        other = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    if not isinstance(other, dict):
         return False
     keys = ["test_data_path", "val_data_path", "data_path", "data"]
     decides = next(key for key in keys if config[key] or key == "data")

@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 Strength: TypeAlias = Literal["none", "light", "strong"]
 """How much training pictures are changed."""
 
+Background: TypeAlias = Literal["white", "black", "none"]
+"""What stands behind transparent parts; with none a picture keeps its mode, for the model's own library to convert."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """What a picture may cost."""
+
+    max_pixels: int = 89_478_485  # width x height, 3 to 8 bytes each; Pillow caps GIF, TIFF and WEBP at twice that
+    max_bytes: int = 64 * 2**20  # most bytes of the encoded file
+
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:

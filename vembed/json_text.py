@@ -8,11 +8,11 @@ import stat
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from pydantic import TypeAdapter
 
 Kind = TypeVar("Kind")
 
@@ -67,6 +67,8 @@ def fit(kind: type[Kind], value: object, *, where: str) -> Kind:
     Raises:
         ValueError: It hasn't that shape; nothing is converted.
     """
+    from pydantic import ValidationError
+
     try:
         return cast("Kind", _adapter(cast("Any", kind)).validate_json(json.dumps(value), strict=True))
     except ValidationError as error:
@@ -77,6 +79,8 @@ def fit(kind: type[Kind], value: object, *, where: str) -> Kind:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter  # here, as an optimizer that nobody restores needs no pydantic
+
     return TypeAdapter(kind)
 
 

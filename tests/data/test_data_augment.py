@@ -10,10 +10,10 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from vembed.batch import Augmentation, Composed, Image, content_id
+from vembed.batch import Augmentation, Composed, Image, ImageLimits, content_id
 from vembed.data.augment import LEAST_SIDE, SMALL_SIDE, Augmenter, augmented
 from vembed.data.collate import collate
-from vembed.data.images import ImageLimits, decode_image
+from vembed.data.images import decode_image
 from vembed.data.table import Record
 
 if TYPE_CHECKING:

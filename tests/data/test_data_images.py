@@ -190,7 +190,8 @@ BOMB = """
 import resource, sys
 from pathlib import Path
 from vembed.batch import Image
-from vembed.data.images import ImageError, ImageLimits, check_image, decode_image
+from vembed.batch import ImageLimits
+from vembed.data.images import ImageError, check_image, decode_image
 check_image(Image(sys.argv[1]), ImageLimits())
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sys.argv[2:]:

@@ -12,8 +12,7 @@ import PIL.Image
 import pyarrow as pa
 import pytest
 
-from vembed.batch import Image
-from vembed.data.images import ImageLimits
+from vembed.batch import Image, ImageLimits
 from vembed.data.keys import DataKeys
 from vembed.data.python_rows import write_rows
 from vembed.data.sources import load_records

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from image_cases import png
 
-from vembed.batch import Composed, Image, content_id
+from vembed.batch import Composed, Image, ImageLimits, content_id
 from vembed.data.corpus import Corpus
-from vembed.data.images import ImageError, ImageLimits, item_id
+from vembed.data.images import ImageError, item_id
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions

@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 from image_cases import png
 
-from vembed.batch import Image, content_id
+from vembed.batch import Image, ImageLimits, content_id
 from vembed.data import table_cache, tar_shards
 from vembed.data.collate import collate
 from vembed.data.corpus import Corpus
-from vembed.data.images import ImageLimits, decode_image
+from vembed.data.images import decode_image
 from vembed.data.keys import DataKeys
 from vembed.data.sampler import GlobalSampler
 from vembed.data.sources import load_records

@@ -15,9 +15,8 @@ from ball_cases import COLOURS, ball, bomb, caption, write_balls
 from search_cases import PICTURE_FILES, meta_of, rows_of
 
 import vembed
-from vembed.batch import Image, Ragged
+from vembed.batch import Image, ImageLimits, Ragged
 from vembed.data.corpus import Corpus, CorpusOptions
-from vembed.data.images import ImageLimits
 from vembed.errors import PreemptedError
 from vembed.search import build
 from vembed.search.index import SearchIndex

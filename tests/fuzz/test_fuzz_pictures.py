@@ -18,9 +18,9 @@ from fuzz_limits import fuzzed, within_limits
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vembed.batch import Image
+from vembed.batch import Image, ImageLimits
 from vembed.data.corpus import Corpus
-from vembed.data.images import ImageError, ImageLimits, check_image, decode_image
+from vembed.data.images import ImageError, check_image, decode_image
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import VembedError

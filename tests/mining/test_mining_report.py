@@ -10,7 +10,7 @@ import torch
 from mining_cases import made_rows, read, written
 
 from vembed.api.model import load
-from vembed.data.images import ImageLimits
+from vembed.batch import ImageLimits
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.mining.mine import Miner

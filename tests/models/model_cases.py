@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from vembed.batch import Side
-    from vembed.data.images import ImageLimits
+    from vembed.batch import ImageLimits, Side
     from vembed.models.encoder import Encoder
 
 POSITIONS = 64

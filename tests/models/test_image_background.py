@@ -13,8 +13,8 @@ from model_cases import load_any, write_model
 from picture_cases import SIDE, TINY, write_open_clip, write_picture_model
 
 import vembed
-from vembed.batch import Augmentation, Image
-from vembed.data.images import ImageLimits, decode_image
+from vembed.batch import Augmentation, Image, ImageLimits
+from vembed.data.images import decode_image
 from vembed.errors import ConfigError
 from vembed.evaluation.provenance import model_key
 from vembed.models.adapters.trained import save_trained

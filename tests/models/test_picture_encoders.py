@@ -25,7 +25,7 @@ from picture_cases import write_picture_model as write
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModel
 
-from vembed.data.images import ImageLimits
+from vembed.batch import ImageLimits
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder, load_skeleton

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, cast
 import PIL.Image
 import pytest
 
-from vembed.batch import Image
+from vembed.batch import Image, ImageLimits
 from vembed.config.schema import Config
-from vembed.data.images import ImageLimits
 from vembed.data.keys import DataKeys
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import DataError

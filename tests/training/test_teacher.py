@@ -14,9 +14,9 @@ import pytest
 import torch
 from model_cases import write_cross_encoder
 
+from vembed.batch import ImageLimits
 from vembed.data.augment import Augmenter
 from vembed.data.collate import collate
-from vembed.data.images import ImageLimits
 from vembed.data.sampler import GlobalSampler
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from vembed.data.images import ImageLimits
+from vembed.batch import ImageLimits
 from vembed.distributed.runtime import prepare_device
 from vembed.errors import ConfigError, MachineError
 from vembed.files import home_path, is_folder
-from vembed.models.load import is_builtin
-from vembed.models.names import MODEL_FOLDER, is_run, locate
+from vembed.models.names import MODEL_FOLDER, is_builtin, is_run, locate
 from vembed.text import first_line
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 from vembed.api.arguments import errors_name_arguments, path_of
 from vembed.api.loading import LoadOptions, refuse_unknown
 from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, checked_side, load
+from vembed.batch import ImageLimits
 from vembed.data.corpus import Corpus, CorpusOptions
-from vembed.data.images import ImageLimits
 from vembed.data.keys import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from vembed.api.arguments import errors_name_arguments
 from vembed.api.result import RunResult
+from vembed.batch import ImageLimits
 from vembed.config.load import load_values
 from vembed.config.schema import Config
-from vembed.data.images import ImageLimits
 from vembed.data.keys import Source
 from vembed.data.python_rows import ROWS_FOLDER, write_rows
 from vembed.distributed.process_env import process_env

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from vembed.batch import ImageLimits
 from vembed.comparison.runs import (
     Cost,
     Difference,
@@ -25,7 +26,6 @@ from vembed.comparison.runs import (
     read_runs,
     unknown_keys,
 )
-from vembed.data.images import ImageLimits
 from vembed.data.keys import DataKeys, listed
 from vembed.data.retrieval import RetrievalData
 from vembed.data.retrieval_sources import load_retrieval

@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.batch import Composed, Image
-from vembed.data.images import NO_SUCH_FILE, ImageError, ImageLimits, check_image
+from vembed.batch import Composed, Image, ImageLimits
+from vembed.data.images import NO_SUCH_FILE, ImageError, check_image
 from vembed.errors import DataError
 from vembed.files import home_path, is_file, is_folder
 from vembed.text import quoted

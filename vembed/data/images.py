@@ -15,10 +15,9 @@ import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
-from typing import IO, TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from PIL.ImageFile import ImageFile
 
-    from vembed.batch import Image, Item
+    from vembed.batch import Background, Image, ImageLimits, Item
 
 # Pillow's own readers, called by name: `PIL.Image.open` would warn or refuse by a process-wide cap instead of ours.
 FORMATS: dict[str, Callable[[IO[bytes]], ImageFile]] = {
@@ -52,9 +51,6 @@ FORMATS: dict[str, Callable[[IO[bytes]], ImageFile]] = {
     "TIFF": TiffImageFile,
 }
 """Formats that are read, each with its reader."""
-
-Background: TypeAlias = Literal["white", "black", "none"]
-"""What stands behind transparent parts; with none a picture keeps its mode, for the model's own library to convert."""
 
 _SIGNATURES = (
     (b"\x89PNG\r\n\x1a\n", "PNG"),
@@ -106,14 +102,6 @@ class ImageError(DataError):
     def __reduce__(self) -> tuple[type[ImageError], tuple[str, str]]:
         """Let it travel between processes: an exception is made anew from its message, and this one has two parts."""
         return ImageError, (self.path, self.reason)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageLimits:
-    """What a picture may cost."""
-
-    max_pixels: int = 89_478_485  # width x height, 3 to 8 bytes each; Pillow caps GIF, TIFF and WEBP at twice that
-    max_bytes: int = 64 * 2**20  # most bytes of the encoded file
 
 
 class ImageHeader(NamedTuple):

@@ -21,8 +21,7 @@ from vembed.files import home_path
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vembed.batch import Item, Modality
-    from vembed.data.images import ImageLimits
+    from vembed.batch import ImageLimits, Item, Modality
 
 ItemInput: TypeAlias = "str | Path | bytes | PIL.Image.Image | Image | Composed"
 """A text; or a picture as a file, its encoded bytes, a picture of Pillow, or an `Image`; or pictures with a text."""

@@ -28,7 +28,7 @@ from vembed.files import fsync_path
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vembed.data.images import ImageLimits
+    from vembed.batch import ImageLimits
 
 RowsInput: TypeAlias = "Iterable[Mapping[str, Any]] | Any"
 """Dictionaries in any iterable, or a table: `datasets.Dataset`, `pandas.DataFrame`, `pyarrow.Table` and the like."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from vembed.batch import ImageLimits
 from vembed.data.columns import closest
 from vembed.data.image_root import ImageRoot
-from vembed.data.images import ImageLimits
 from vembed.data.keys import DataKeys
 from vembed.data.problems import ProblemLog
 from vembed.errors import DataError

@@ -17,8 +17,7 @@ from vembed.data.table import BLOCK_ROWS
 from vembed.data_check.findings import MOST_EXAMPLES, Finding
 
 if TYPE_CHECKING:
-    from vembed.batch import Item
-    from vembed.data.images import ImageLimits
+    from vembed.batch import ImageLimits, Item
     from vembed.data_check.source import Source
 
 LEAST_SIDE = 32

@@ -14,9 +14,8 @@ from vembed.text import plural
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from vembed.batch import Item, Side
+    from vembed.batch import ImageLimits, Item, Side
     from vembed.data.columns import ColumnsRead
-    from vembed.data.images import ImageLimits
     from vembed.data.splits import SourceOptions
     from vembed.data.table import Record
     from vembed.models.encoder import Encoder

@@ -25,7 +25,7 @@ from vembed.vectors.keys import SOURCES, MiningKeys
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vembed.data.images import ImageLimits
+    from vembed.batch import ImageLimits
     from vembed.data.splits import SourceOptions
     from vembed.data.table import ItemTable
     from vembed.distributed.runtime import Runtime

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Item
-    from vembed.data.images import ImageLimits
+    from vembed.batch import ImageLimits, Item
     from vembed.mining.mine import Mined
     from vembed.mining.task import MiningTask
     from vembed.pages.page import Block

@@ -35,8 +35,9 @@ from vembed.models.checked_files import read_settings
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
 from vembed.models.files import save_background, save_weights
-from vembed.models.keys import MOST_PROJECTION_LAYERS, PAIR_SIGN, ModelKeys, renamed
+from vembed.models.keys import MOST_PROJECTION_LAYERS, ModelKeys, renamed
 from vembed.models.load import class_of, default_of, in_words, load_from, unread_keys
+from vembed.models.names import PAIR_SIGN
 from vembed.models.plannable import Tower
 from vembed.models.pooling import unit
 
@@ -46,8 +47,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from vembed.batch import Image, Side
-    from vembed.data.images import Background, ImageLimits
+    from vembed.batch import Background, Image, ImageLimits, Side
     from vembed.models.encoder import Encoder
     from vembed.models.files import ModelFiles
     from vembed.models.plannable import TowerInputs

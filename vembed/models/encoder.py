@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vembed.batch import MODALITY_WORDS, Composed, modality_of
-from vembed.data.images import Background, ImageLimits
+from vembed.batch import MODALITY_WORDS, Background, Composed, ImageLimits, modality_of
 from vembed.errors import ConfigError, DataError
 from vembed.models.exportable import Exportable
 from vembed.models.plannable import Plannable

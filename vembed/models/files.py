@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vembed.data.images import Background
+from vembed.batch import Background
 from vembed.errors import ConfigError, MachineError
 from vembed.files import is_folder
 from vembed.models.adapters.quantized import four_bit_config

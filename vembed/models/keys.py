@@ -7,11 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
+from vembed.models.names import PAIR_SIGN
 from vembed.registry import BUILTIN_MODELS, ENCODERS
 from vembed.section import LARGEST_COUNT, Auto, Count, Name, Positive, Rule, Section, Text, key
-
-PAIR_SIGN = " + "
-"""Joins the names of two towers where both are called by one name."""
 
 MOST_PROJECTION_LAYERS = 8
 MOST_LAYERS = 256  # of last_N_layers: more than any encoder has

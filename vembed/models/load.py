@@ -17,6 +17,7 @@ from vembed.models.checked_files import BrokenFileError
 from vembed.models.files import ModelFiles, SkeletonFiles, saved_background
 from vembed.models.formats import read_modules
 from vembed.models.keys import ModelKeys, model_names
+from vembed.models.names import BUILTIN_PREFIX, is_builtin
 from vembed.models.pictures import blank_png
 from vembed.registry import ENCODERS
 from vembed.text import first_line
@@ -24,10 +25,8 @@ from vembed.text import first_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from vembed.data.images import ImageLimits
+    from vembed.batch import ImageLimits
     from vembed.models.encoder import Encoder
-
-BUILTIN_PREFIX = "builtin:"
 
 COMMON_KEYS = frozenset(
     {"model_name", "text_model_name", "image_model_name", "encoder_mode", "trust_remote_code", "allow_pickle"}
@@ -68,11 +67,6 @@ def encoder_classes() -> Iterator[type[Encoder]]:
     plugins = ENCODERS.plugins()
     for name in (*plugins, *(name for name in ENCODERS.names() if name not in plugins)):
         yield ENCODERS.load(name)
-
-
-def is_builtin(name: str) -> bool:
-    """Return whether a model name asks for an encoder from scratch."""
-    return name.startswith(BUILTIN_PREFIX)
 
 
 def is_from_scratch(keys: ModelKeys) -> bool:

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.errors import ConfigError
 from vembed.files import home_path, is_file, is_folder
-from vembed.models.keys import PAIR_SIGN
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+BUILTIN_PREFIX = "builtin:"
+
+PAIR_SIGN = " + "
+"""Joins the names of two towers where both are called by one name."""
 
 RUN_MARKS = ("plan.json", "train.log")
 """A folder that holds one of these is a run's. The other names are common: a project's own `model/`, `config.yaml`."""
@@ -68,6 +72,11 @@ class Located(NamedTuple):
     def note(self) -> str | None:
         """A line that says which model was taken, where a run was named."""
         return None if self.run is None else f"{self.run} is a run: its model is {self.name}"
+
+
+def is_builtin(name: str) -> bool:
+    """Return whether a model name asks for an encoder from scratch."""
+    return name.startswith(BUILTIN_PREFIX)
 
 
 def locate(name: str) -> Located:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.batch import Image, Item
-    from vembed.data.images import Background, ImageLimits
+    from vembed.batch import Background, Image, ImageLimits, Item
 
 PATCH_MASK = "pixel_attention_mask"
 """Which patches of a picture are its own, (n, patches), from processors that keep a picture's shape."""

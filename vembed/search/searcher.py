@@ -14,8 +14,7 @@ from vembed.evaluation.encode import rows_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vembed.batch import Modality
-    from vembed.data.images import ImageLimits
+    from vembed.batch import ImageLimits, Modality
     from vembed.data.python_inputs import ItemInput
     from vembed.evaluation.benchmark.searchers import Timing
     from vembed.evaluation.encode import ItemEncoder, Vectors

@@ -16,8 +16,8 @@ import numpy as np
 import PIL.Image
 from PIL.Image import Resampling
 
-from vembed.batch import Image, pictures_in
-from vembed.data.images import ImageError, ImageLimits, check_image, decode_image
+from vembed.batch import Image, ImageLimits, pictures_in
+from vembed.data.images import ImageError, check_image, decode_image
 from vembed.errors import ConfigError
 from vembed.files import BROKEN_ARRAY
 from vembed.text import first_line

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vembed.data.images import ImageLimits
+from vembed.batch import ImageLimits
 from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
 from vembed.evaluation.directions import Directions, recall_sums

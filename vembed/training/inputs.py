@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Item, Side
+    from vembed.batch import ImageLimits, Item, Side
     from vembed.data.columns import LossNeeds
-    from vembed.data.images import ImageLimits
     from vembed.data.keys import DataKeys
     from vembed.data.overlap import Overlap
     from vembed.data.retrieval import RetrievalData

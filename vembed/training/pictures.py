@@ -12,8 +12,7 @@ from vembed.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from vembed.batch import Item, Modality, Side
-    from vembed.data.images import ImageLimits
+    from vembed.batch import ImageLimits, Item, Modality, Side
     from vembed.data.retrieval import RetrievalData
 
 RetrievalMode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vembed.checkpoint.folder import DISK_MARGIN, free_disk_bytes, steps_in
 from vembed.checkpoint.format import step_name
 from vembed.errors import MachineError
-from vembed.models.load import is_builtin
+from vembed.models.names import is_builtin
 from vembed.text import show_bytes
 from vembed.training.saving import bytes_of, model_bytes, module_tensors
 

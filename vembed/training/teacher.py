@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.batch import ContrastiveBatch
-    from vembed.data.images import ImageLimits
+    from vembed.batch import ContrastiveBatch, ImageLimits
     from vembed.data.table import ItemTable, RecordTable
     from vembed.distributed.ranks import Ranks
     from vembed.evaluation.provenance import Key

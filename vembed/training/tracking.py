@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vembed.data.images import ImageLimits
+from vembed.batch import ImageLimits
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.report.examples import choose_examples, pictures_of, text_of
 from vembed.evaluation.sets import headline

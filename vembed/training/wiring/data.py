@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
+from vembed.batch import ImageLimits
 from vembed.data.arrangements import ByClass, Contents, WithoutRepeats
 from vembed.data.corpus import Corpus, CorpusOptions
-from vembed.data.images import ImageLimits
 from vembed.data.mixture import Mixture
 from vembed.data.sampler import GlobalSampler
 from vembed.data.table import ItemColumn

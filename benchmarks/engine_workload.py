@@ -18,8 +18,6 @@ from measure import measure
 from vembed.batch import ContrastiveBatch, Features, Ragged
 from vembed.gradcache.engine import Pool
 from vembed.losses.base import BatchStructure
-from vembed.models.keys import ModelKeys
-from vembed.models.load import load_encoder
 
 if TYPE_CHECKING:
     import argparse
@@ -59,6 +57,9 @@ class Workload:
 def build_workload(arguments: argparse.Namespace, lengths: str, *, dropout: float) -> Workload:
     """Build model and batch. The encoder is vembed's own loading of what the peer saved."""
     from sentence_transformers import SentenceTransformer
+
+    from vembed.models.keys import ModelKeys
+    from vembed.models.load import load_encoder
 
     rng = np.random.default_rng(arguments.seed)
     num_pairs = arguments.texts // 2
@@ -138,11 +139,11 @@ def batch_of(workload: Workload) -> tuple[Pool, BatchStructure]:
     features = [Features({"input_ids": column}, column.lengths) for column in workload.columns]
     slots = np.arange(len(workload.lengths))
     pool = Pool(encoder, encoder.collate, Features.concat(features), slots, packs=encoder.packs)
-    return pool, structure_of_pairs(len(workload.columns[0].lengths), workload.device)
+    return pool, structure_of_pairs(len(workload.columns[0].lengths))
 
 
-def structure_of_pairs(num_pairs: int, device: torch.device) -> BatchStructure:
-    """Return the structure of a batch of pairs: as many documents as queries, all different."""
+def structure_of_pairs(num_pairs: int) -> BatchStructure:
+    """Return the structure of a batch of pairs, on the CPU as in a run: as many documents as queries, all different."""
     numbers = np.arange(num_pairs)
     batch = ContrastiveBatch(
         queries=("",) * num_pairs,
@@ -152,4 +153,4 @@ def structure_of_pairs(num_pairs: int, device: torch.device) -> BatchStructure:
         document_ids_D=num_pairs + numbers,
         record_ids=tuple(range(num_pairs)),
     )
-    return BatchStructure.of(batch, device)
+    return BatchStructure.of(batch)

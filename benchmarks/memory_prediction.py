@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,17 +27,14 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from memory_cases import CASES, GPU_CASES, Case
+from memory_step import MOST_ROWS, TILE_SIZE, prepare_step
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
 from vembed.config.load import load_config
-from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import prepare_device
-from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
+from vembed.gradcache.engine import Pool
 from vembed.losses.base import BatchStructure
-from vembed.losses.colbert import ColbertLoss
-from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
@@ -55,10 +51,8 @@ from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_late import VisionLateEncoder
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import Machine, cpu_memory_bytes
-from vembed.plan.keys import OptimisationKeys
 from vembed.plan.plan import make_plan
-from vembed.plan.problem import DataSize, Way
-from vembed.training.optimizer import Optimizer, Schedule
+from vembed.plan.problem import DataSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,9 +62,7 @@ if TYPE_CHECKING:
 
     from vembed.models.encoder import Encoder
     from vembed.plan.memory import ModelSize
-
-TILE_SIZE = 1024
-MOST_ROWS = 1 << 20
+    from vembed.training.optimizer import Optimizer
 
 
 def build(case: Case, folder: Path, device: str) -> Encoder:
@@ -107,33 +99,7 @@ def prepare(case: Case, device: torch.device) -> tuple[Encoder, Optimizer, Calla
     with tempfile.TemporaryDirectory() as folder:
         encoder = build(case, Path(folder), str(device))
     ranks = Ranks.of_this_process()
-    compute_dtype = torch.bfloat16 if case.bf16 else None
-    sharded = None
-    if case.fsdp_mode is not None:
-        way = Way("fsdp", mode=case.fsdp_mode, sharding_factor=ranks.world_size, cpu_offload=case.cpu_offload)
-        sharded = shard_encoder(encoder, way, ranks, device=device, compute_dtype=compute_dtype)
-    loss = (ColbertLoss if case.several else InfoNCE)(temperature=0.05, tile_size=TILE_SIZE).to(device)
-    schedule = Schedule(1e-5, "constant", warmup_steps=0, steps=2)
-    optimizer = Optimizer(encoder, loss, OptimisationKeys(), schedule, loss_scaling=False, ranks=ranks)
-    options = EngineOptions(
-        budget=ChunkBudget(MOST_ROWS, case.chunk_tokens, bucketed=device.type != "cpu"),
-        device=device,
-        retain=1.0 if case.retain is None else case.retain,
-        autocast_dtype=compute_dtype,
-        ranks=ranks,
-    )
-    trained = [each for each in encoder.parameters() if each.requires_grad]
-    engine = GradCacheEngine(loss, options, trained, sharded=sharded)
-    pools, structure = make_batch(case, encoder, ranks.rank)
-    structure = structure.to(device)
-
-    def step(number: int) -> tuple[float, float]:
-        result = engine.step(pools, structure, assignment=None if ranks.is_one else case.assignment)
-        norm = optimizer.clip_gradients()
-        optimizer.step(optimizer.learning_rate(number))
-        optimizer.zero_grad()
-        return result.loss, norm
-
+    optimizer, step = prepare_step(case, encoder, ranks, device, *make_batch(case, encoder, ranks.rank))
     return encoder, optimizer, step
 
 
@@ -274,7 +240,7 @@ def _of_these_pictures(model: ModelSize, encoder: Encoder) -> ModelSize:
 def compare(case: Case, device: str) -> dict[str, Any]:
     """Predict a case here, and measure it in processes of its own."""
     predicted = predict(case, device)
-    others = _taken_bytes()
+    others = _taken_bytes(device)
     command = [sys.executable, str(Path(__file__)), "--device", device, "--measure", json.dumps(asdict(case))]
     with tempfile.TemporaryDirectory() as folder:
         words = [[*command, "--rank", str(rank), "--meet", str(Path(folder) / "meet")] for rank in range(case.ranks)]
@@ -286,6 +252,7 @@ def compare(case: Case, device: str) -> dict[str, Any]:
     measured = max((json.loads(out.strip().splitlines()[-1]) for out, _ in said), key=lambda each: each["peak"])
     if "driver" in measured:
         measured["driver"] -= others
+        measured["others_changed"] = _taken_bytes(device) - others  # by programs beside this one
     return {
         "case": case.name,
         "predicted": predicted,
@@ -294,14 +261,12 @@ def compare(case: Case, device: str) -> dict[str, Any]:
     }
 
 
-def _taken_bytes() -> int:
-    """Return the memory of the first GPU that is taken before a case runs, by the driver; 0 where nobody can tell."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
+def _taken_bytes(device: str) -> int:
+    """Return the memory of the GPU that is taken, this process's part included; 0 on a CPU."""
+    if device != "cuda":
         return 0
-    words = [command, "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    said = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-    return int(said) << 20 if said.isdigit() else 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def main() -> int:

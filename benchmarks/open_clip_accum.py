@@ -283,7 +283,7 @@ def _our_step(workload: Workload, captions: Features, rows: int, *, retain: floa
     budget = ChunkBudget(rows, 2**30, bucketed=workload.device.type != "cpu")
     options = EngineOptions(budget, workload.device, retain=retain, autocast_dtype=workload.autocast)
     engine = GradCacheEngine(loss, options)
-    engine.step(pools, structure_of_pairs(num_pairs, workload.device))
+    engine.step(pools, structure_of_pairs(num_pairs))
     gradient = loss.get_parameter("log_scale").grad
     assert gradient is not None
     return gradient.item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 import traceback
 import warnings
@@ -11,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memory_cases import bert
 from proof_models import (
+    add_lora,
     encoder_of,
     engine_of,
     largest_error,
@@ -39,14 +42,19 @@ EXACT = 1e-9
 """Most that a gradient may differ from the plain step's in float64, relative to its norm."""
 
 WORSE_IN_BF16 = 2.0
-"""Most that chunks may add to the error of bfloat16: they round sums of other lengths."""
+"""Most that chunks may add to the error of bfloat16 and float16: they round sums of other lengths."""
+
+FLOAT16_SCALE = 2.0**10
+"""Factor on the gradients of a float16 step, which would underflow without."""
+
+SAME_COMPILED = 1e-3
+"""Most that the gradients of compiled layers may differ in float32, relative: fused kernels round elsewhere."""
 
 
 def exactness(setting: Setting) -> Iterator[Finding]:
     """Compare the gradients of a step in chunks with those of the plain step, then replay one with dropout."""
     import torch
     from engine_workload import batch_of
-    from memory_cases import bert
 
     shape, pairs = bert(128, 2, 256), 24 if setting.is_small else 256
     still = {**shape, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -62,6 +70,10 @@ def exactness(setting: Setting) -> Iterator[Finding]:
     plain, chunked = (whole_error(found(rounded), truth) for found in (_plain_gradients, _chunked_gradients))
     figures = {"error of the chunks": chunked, "of the plain step": plain}
     yield Finding("bfloat16 against float32", figures, held=chunked <= WORSE_IN_BF16 * plain)
+    half = replace(workload, autocast=torch.float16)
+    plain, chunked = (whole_error(_scaled_gradients(half, retain), truth) for retain in (1.0, 0.3))
+    figures = {"error of the chunks": chunked, "of the plain step": plain, "loss scale": FLOAT16_SCALE}
+    yield Finding("float16 against float32", figures, held=chunked <= WORSE_IN_BF16 * plain)
     workload = workload_of(encoder_of(shape, setting), setting, pairs, torch.bfloat16)
     pool, structure = batch_of(workload)
     drift = engine_of(workload, 512).step([pool], structure).replay_drift  # raises where it is more than rounding
@@ -74,6 +86,32 @@ def _chunked_gradients(workload: Workload) -> dict[str, Tensor]:
     pool, structure = batch_of(workload)
     engine_of(workload, 512, retain=0.3).step([pool], structure)
     return take_gradients(workload.encoder)
+
+
+def _scaled_gradients(workload: Workload, retain: float) -> dict[str, Tensor]:
+    """Return the gradients of a step whose loss is scaled; with all graphs kept in one chunk it is the plain step."""
+    from engine_workload import batch_of
+
+    pool, structure = batch_of(workload)
+    engine = engine_of(workload, 1 << 20 if retain == 1.0 else 512, retain)
+    engine.step([pool], structure, gradient_scale=FLOAT16_SCALE)
+    return {name: gradient / FLOAT16_SCALE for name, gradient in take_gradients(workload.encoder).items()}
+
+
+def lora(setting: Setting) -> Iterator[Finding]:
+    """Compare the gradients of adapters: a step in chunks against the plain step, in float64."""
+    import torch
+
+    torch.manual_seed(0)
+    shape = {**bert(128, 2, 256), "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    encoder = encoder_of(shape, setting, "float64")
+    add_lora(encoder)
+    workload = workload_of(encoder.to(setting.device).train(), setting, 24 if setting.is_small else 256)
+    truth, gradients = _plain_gradients(workload), _chunked_gradients(workload)
+    error = largest_error(gradients, truth)
+    frozen = [name for name in truth if "lora" not in name]
+    figures = {"gradient error": error, "most": EXACT, "adapters": len(truth), "others": len(frozen)}
+    yield Finding("float64", figures, held=error <= EXACT and len(truth) > 0 and not frozen)
 
 
 def _plain_gradients(workload: Workload) -> dict[str, Tensor]:
@@ -89,7 +127,7 @@ def _plain_gradients(workload: Workload) -> dict[str, Tensor]:
         return z.to(torch.promote_types(z.dtype, torch.float32))
 
     pool, structure = batch_of(workload)
-    reference_step([replace(pool, encode=encode)], structure, engine_of(workload, 512).loss)
+    reference_step([replace(pool, encode=encode)], structure.to(workload.device), engine_of(workload, 512).loss)
     return take_gradients(workload.encoder)
 
 
@@ -227,20 +265,74 @@ def sweep(family: str, setting: Setting, *, packing: bool = False, compile: bool
         yield Finding(f"{tokens} tokens", figures)
 
 
+def compiled(setting: Setting) -> Iterator[Finding]:
+    """Compile a small model: its gradients must be those of the eager one, and with dropout its replay must hold."""
+    import torch
+    from engine_workload import batch_of
+
+    from vembed.models.compiling import compile_layers
+
+    if setting.is_small and shutil.which("c++") is None and shutil.which("g++") is None:
+        raise Skipped("compiling for a CPU takes a C++ compiler, and there is none")
+    shape = {**bert(64, 2, 256), "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    workload = workload_of(encoder_of(shape, setting), setting, 8 if setting.is_small else 64)
+    truth = _chunked_gradients(workload)
+    compile_layers(workload.encoder, strict=True)
+    error = whole_error(_chunked_gradients(workload), truth)
+    figures = {"error against eager": error, "most": SAME_COMPILED}
+    yield Finding("gradients, float32", figures, held=error <= SAME_COMPILED)
+    encoder = encoder_of(bert(64, 2, 256), setting)
+    compile_layers(encoder, strict=True)
+    workload = workload_of(encoder, setting, 8 if setting.is_small else 64, torch.bfloat16)
+    pool, structure = batch_of(workload)
+    drift = engine_of(workload, 512).step([pool], structure).replay_drift  # raises where it is more than rounding
+    yield Finding("replay with dropout, bfloat16", {"drift": drift}, held=True)
+
+
+def retention(setting: Setting) -> Iterator[Finding]:
+    """Compare large chunks of which nothing is kept with small ones that keep as much as the same memory takes."""
+    import torch
+
+    encoder = encoder_of(shape_of("bert", setting), setting)
+    on_gpu = setting.device == "cuda"
+    workload = workload_of(encoder, setting, 16 if setting.is_small else 2048, torch.bfloat16 if on_gpu else None)
+
+    def measured(tokens: int, retain: float) -> tuple[float, int]:
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        rounds = 1 if setting.is_small else 3
+        seconds, result = _median_step(engine_of(workload, tokens, retain, repairs=False), workload, rounds=rounds)
+        return result.tokens / seconds, torch.cuda.max_memory_allocated() if on_gpu else 0
+
+    largest = 512 if setting.is_small else 32768
+    speed, limit = measured(largest, 0.0)
+    yield Finding(f"{largest} tokens, nothing kept", {"tokens/s": speed, "peak_bytes": limit})
+    for tokens in (largest // 2, largest // 4):
+        share = 0.5  # a CPU has no peak to hold it against
+        if on_gpu:
+            # Kept graphs take memory in proportion to their share: two measurements give the line.
+            nothing, tenth = (measured(tokens, retain)[1] for retain in (0.0, 0.1))
+            share = min(1.0, 0.1 * max(0, limit - nothing) / max(1, tenth - nothing))
+        speed, peak = measured(tokens, share)
+        yield Finding(f"{tokens} tokens", {"kept": share, "tokens/s": speed, "peak_bytes": peak})
+
+
 def _timed_sweep_step(
     family: str, encoder: Encoder, setting: Setting, tokens: int, autocast: torch.dtype | None
 ) -> tuple[float, StepResult]:
-    from memory_cases import Case
-    from memory_prediction import make_batch
-
     rounds = 1 if setting.is_small else 2
     if family != "clip":
         workload = workload_of(encoder, setting, 8 if setting.is_small else 1024, autocast)
         return _median_step(engine_of(workload, tokens, repairs=False), workload, rounds=rounds)
+    from memory_cases import Case
+    from memory_prediction import make_batch
+
     case = Case("sweep", {}, pairs=8 if setting.is_small else 1024, tokens=16, pictures=True)
     pools, structure = make_batch(case, encoder, 0)
     engine = engine_of(workload_of(encoder, setting, 1, autocast), tokens, repairs=False)
-    return _median(lambda: engine.step(pools, structure.to(engine.options.device)), encoder, rounds=rounds)
+    return _median(lambda: engine.step(pools, structure), encoder, rounds=rounds)
 
 
 def repair(setting: Setting) -> Iterator[Finding]:
@@ -291,23 +383,21 @@ def one_step_at_8b(setting: Setting) -> Iterator[Finding]:
     """Train a decoder of 8B for a step with LoRA, checkpointing and random weights."""
     import torch
     from engine_workload import batch_of
+    from memory_step import ADAMW
 
-    from vembed.models.adapters.lora import add_adapters
-    from vembed.models.keys import AdapterKeys
-    from vembed.plan.keys import OptimisationKeys
     from vembed.training.optimizer import Optimizer, Schedule
 
     if setting.device != "cuda" or torch.cuda.mem_get_info()[0] < BYTES_FOR_8B:
         raise Skipped(f"it takes a GPU with {BYTES_FOR_8B / GIB:.0f} GiB free")
     encoder = encoder_of(shape_of("8B", setting), setting, "bfloat16")
-    add_adapters(encoder, AdapterKeys())
+    add_lora(encoder)
     encoder.enable_gradient_checkpointing()
     encoder.to(setting.device)
     workload = workload_of(encoder.train(), setting, 128, torch.bfloat16)
     pool, structure = batch_of(workload)
     engine = engine_of(workload, 8192)
     schedule = Schedule(1e-5, "constant", warmup_steps=0, steps=2)
-    optimizer = Optimizer(encoder, engine.loss, OptimisationKeys(), schedule, loss_scaling=False)
+    optimizer = Optimizer(encoder, engine.loss, ADAMW, schedule, loss_scaling=False)
     for number in range(2):
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from vembed.gradcache.engine import GradCacheEngine
     from vembed.models.encoder import Encoder
+    from vembed.models.text import TextEncoder
 
 SHAPES = Path(__file__).resolve().parents[1] / "configs" / "shapes"
 
@@ -38,14 +40,58 @@ def shape_of(family: str, setting: Setting) -> dict[str, Any]:
 
 
 def encoder_of(shape: dict[str, Any], setting: Setting, dtype: str = "float32") -> Encoder:
-    """Return a model with random weights on the device, in training."""
-    from vembed.models.keys import ModelKeys
-    from vembed.models.load import load_skeleton
+    """Return a model with random weights on the device, in training.
 
-    path = setting.folder / "shape.json"
-    path.write_text(json.dumps(shape), "utf-8")
-    keys = ModelKeys.model_validate({"model_name": str(path), "torch_dtype": dtype})
-    return load_skeleton(keys, device=setting.device).train()
+    Encoders of texts are put together here, as the configuration of a run needs pydantic, and a CLIP needs Pillow.
+    """
+    if "vision_config" in shape:
+        from vembed.models.keys import ModelKeys
+        from vembed.models.load import load_skeleton
+
+        path = setting.folder / "shape.json"
+        path.write_text(json.dumps(shape), "utf-8")
+        keys = ModelKeys.model_validate({"model_name": str(path), "torch_dtype": dtype})
+        return load_skeleton(keys, device=setting.device).train()
+    return text_encoder(shape, setting.device, dtype).train()
+
+
+def text_encoder(shape: dict[str, Any], device: str, dtype: str = "float32", tokenizer: Any = None) -> TextEncoder:
+    """Return a transformer for texts with random weights.
+
+    Args:
+        tokenizer: None where all texts are token ids already.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from vembed.models.files import DTYPES, prepare_backbone, tokenizer_facts
+    from vembed.models.formats import TextSpec
+    from vembed.models.text import TextEncoder
+    from vembed.models.text_spec import family_of, is_causal
+
+    content = dict(shape)
+    config = AutoConfig.for_model(content.pop("model_type"), **content)
+    with torch.device(device):
+        backbone = family_of(config).auto_class.from_config(config, dtype=DTYPES[dtype])
+    prepare_backbone(backbone)
+    spec = TextSpec(("lasttoken",) if is_causal(config) else ("mean",), int(config.max_position_embeddings))
+    return TextEncoder("proof", backbone=backbone, tokenizer=tokenizer or tokenizer_facts(spec.max_length), spec=spec)
+
+
+LORA: Any = SimpleNamespace(lora_r=16, lora_alpha=None, lora_dropout=0.0, lora_target_modules="auto", lora_towers="all")
+"""Stands for AdapterKeys, which need pydantic."""
+
+
+def add_lora(encoder: Encoder) -> None:
+    """Add adapters, with random numbers where they begin with zeros: these would hide half of the gradients."""
+    import torch
+
+    from vembed.models.adapters.lora import add_adapters
+
+    add_adapters(encoder, LORA)
+    for name, parameter in encoder.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
 
 
 def workload_of(encoder: Encoder, setting: Setting, pairs: int, autocast: torch.dtype | None = None) -> Workload:

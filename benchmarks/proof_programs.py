@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proof_rows import Finding, Setting, Skipped
+from proof_rows import Finding, Setting, Skipped, Unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,11 +27,20 @@ SAME = 1e-4
 RANKS_SECONDS = 120
 """Longest wait for two ranks, for all the ways that they go through."""
 
+OTHERS_BYTES = 64 << 20
+"""Change in what other programs hold on the GPU that is still no reason to leave a row unjudged."""
+
 START_SECONDS = 200
 """Longest wait for the first steps of a run."""
 
 NOTICE_SECONDS = 30
-"""Longest time from the end of a rank to that of the other: `nccl_timeout` of the run that is killed."""
+"""`nccl_timeout` of the run that is killed."""
+
+STOP_SECONDS = 120
+"""Longest wait for a run that is stopped by SIGTERM: it ends its step and saves."""
+
+LONGEST_NOTICE_SECONDS = 120
+"""How long rank 0 is waited for: far longer than its timeout, as the machine may be busy."""
 
 
 def _environment(setting: Setting, **more: str) -> dict[str, str]:
@@ -74,7 +83,7 @@ def _failure(what: str, said: str) -> Exception:
     """Return what to raise for a program that failed, by what it said last."""
     missing = re.search(r"No module named '((?!vembed)\w+)", said)
     if missing is not None:
-        return Skipped(f"{missing[1]} is not installed")
+        return Skipped(f"not installed: {missing[1]}; see --wheels")
     if "Duplicate GPU" in said:
         return Skipped("this NCCL gives a GPU to one rank only; newer ones take NCCL_MULTI_RANK_GPU_ENABLE=1")
     lines = said.strip().splitlines()
@@ -98,8 +107,11 @@ def plan_against_memory(setting: Setting) -> Iterator[Finding]:
             figures |= {"reserved_bytes": measured["reserved"], "driver_bytes": measured["driver"]}
             figures["predicted/reserved (aim: 0.9 to 1.1)"] = predicted / measured["reserved"]
             most = measured["driver"]
+            figures["others_changed_bytes"] = measured["others_changed"]
         room = FIT_FACTOR * predicted + sum(reserve(setting.device, Way("single"), 1).values())
-        yield Finding(each["case"], figures, held=most <= room)  # what the plan takes to fit must fit
+        # What the plan takes to fit must fit; the driver's count is no judge while other programs take memory.
+        is_shared = abs(measured.get("others_changed", 0)) > OTHERS_BYTES
+        yield Finding(each["case"], figures, held=None if is_shared else most <= room)
 
 
 def sentence_transformers(setting: Setting, *, dropout: float) -> Iterator[Finding]:
@@ -147,59 +159,65 @@ def _compared(rows: dict[str, dict[str, float]], *, peer: str, error: str) -> It
         yield Finding(name, figures | {"peak_bytes": int(row["peak_bytes"]), error: row[error]})
 
 
-def ranks(setting: Setting) -> Iterator[Finding]:
-    """Train on two ranks of one device in every way, then kill one of a run and see how the other ends."""
+def ranks(setting: Setting, *, world_size: int) -> Iterator[Finding]:
+    """Train on the ranks of one device in every way, and compare with a process that knows no ranks.
+
+    A single rank takes the same ways: its collectives and shards are the library's, with nobody else in them.
+    """
     import torch
     from proof_ranks import ALONE, WAYS, trajectory
 
-    alone = trajectory(ALONE, torch.device(setting.device))
+    from vembed.distributed.ranks import Ranks
+
+    alone = trajectory(ALONE, torch.device(setting.device), Ranks())
     todo = list(WAYS)
     while todo:
-        said, failure = _two_ranks(todo, setting)
-        for each in said:
-            todo.remove(each["way"])
-            if "refused" in each:
-                yield Finding(each["way"], {}, why_not=each["refused"])
+        rows, failure = _run_ranks(todo, setting, world_size)
+        for row in rows:
+            todo.remove(row["way"])
+            if "refused" in row:
+                yield Finding(row["way"], {}, why_not=row["refused"])
                 continue
-            error = max(abs(own / one - 1) for own, one in zip(each["trajectory"], alone, strict=True))
-            yield Finding(each["way"], {"error against one process": error, "most": SAME}, held=error <= SAME)
-        if todo and isinstance(failure, Skipped):
+            error = max(abs(number / truth - 1) for number, truth in zip(row["trajectory"], alone, strict=True))
+            yield Finding(row["way"], {"error against one process": error, "most": SAME}, held=error <= SAME)
+        if not todo:
+            return
+        if isinstance(failure, Skipped):
             raise failure
-        if todo:
+        if isinstance(failure, Unfinished):
+            yield Finding(todo.pop(0), {}, late=str(failure))
+        else:
             yield Finding(todo.pop(0), {"error": str(failure)}, held=False)
-    yield _killed_rank(setting)
 
 
-def _two_ranks(ways: Sequence[str], setting: Setting) -> tuple[list[dict[str, Any]], Exception]:
-    """Run two ranks through some ways; return what rank 0 said, and why it said no more."""
-    logs = [setting.folder / f"rank{rank}.txt" for rank in range(2)]
+def _run_ranks(ways: Sequence[str], setting: Setting, world_size: int) -> tuple[list[dict[str, Any]], Exception]:
+    """Run ranks through some ways; return the rows of rank 0, and why there are no more."""
+    logs = [setting.folder / f"rank{rank}.txt" for rank in range(world_size)]
     meet = setting.folder / f"meet{time.monotonic_ns()}"
+    words = [HERE / "proof_ranks.py", *ways, "--device", setting.device, "--ranks", world_size, "--meet", meet]
     running = [
-        _start(
-            [HERE / "proof_ranks.py", *ways, "--device", setting.device, "--rank", rank, "--meet", meet],
-            setting,
-            log,
-            NCCL_MULTI_RANK_GPU_ENABLE="1",
-        )
-        for rank, log in enumerate(logs)
+        _start([*words, "--rank", rank], setting, log, NCCL_MULTI_RANK_GPU_ENABLE="1") for rank, log in enumerate(logs)
     ]
     until = time.monotonic() + RANKS_SECONDS
-    while any(each.poll() is None for each in running) and time.monotonic() < until:
-        if any(each.poll() not in (None, 0) for each in running):
+    while any(process.poll() is None for process in running) and time.monotonic() < until:
+        if any(process.poll() not in (None, 0) for process in running):
             time.sleep(2)  # the other may say why
             break
         time.sleep(0.1)
-    for each in running:
-        each.kill()
-        each.wait()
+    is_late = time.monotonic() >= until and all(process.poll() in (None, 0) for process in running)
+    for process in running:
+        process.kill()
+        process.wait()
     texts = [log.read_text("utf-8", errors="replace") for log in logs]
-    said = [json.loads(line) for line in texts[0].splitlines() if line.startswith("{")]
+    rows = [json.loads(line) for line in texts[0].splitlines() if line.startswith("{")]
+    if is_late:
+        return rows, Unfinished(f"{world_size} ranks weren't done after {RANKS_SECONDS} s")
     errors = [line for text in reversed(texts) for line in text.splitlines() if not line.startswith("{")]
-    return said, _failure(f"two ranks, codes {[each.returncode for each in running]}", "\n".join(errors))
+    return rows, _failure(f"codes {[process.returncode for process in running]}", "\n".join(errors))
 
 
-def _killed_rank(setting: Setting) -> Finding:
-    """Kill rank 1 of a run that is under way; rank 0 must say who is gone, and end with code 5 soon."""
+def killed_rank(setting: Setting) -> Iterator[Finding]:
+    """Kill rank 1 of a run that is under way; rank 0 must say who is gone, and end with code 5."""
     output = setting.folder / "killed"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -215,15 +233,19 @@ def _killed_rank(setting: Setting) -> Finding:
         _wait_for_step(output, 2, first, logs[0])
         second.kill()
         started = time.monotonic()
-        code = first.wait(timeout=2 * NOTICE_SECONDS)
+        code = first.wait(timeout=LONGEST_NOTICE_SECONDS)
+    except subprocess.TimeoutExpired:
+        yield Finding("kill -9 of rank 1", {}, late=f"rank 0 still ran after {LONGEST_NOTICE_SECONDS} s")
+        return
     finally:
-        for each in (first, second):
-            each.kill()
-            each.wait()
+        for process in (first, second):
+            process.kill()
+            process.wait()
     exit_file = output / "exit.json"
-    said = json.loads(exit_file.read_text("utf-8")) if exit_file.is_file() else {}
-    figures = {"seconds to notice": time.monotonic() - started, "code": code, "said": said.get("message", "nothing")}
-    return Finding("kill -9 of rank 1", figures, held=code == 5 and said.get("rank") == 1)
+    content = json.loads(exit_file.read_text("utf-8")) if exit_file.is_file() else {}
+    figures = {"seconds to notice": time.monotonic() - started, "code": code}
+    figures["message"] = content.get("message", "nothing")
+    yield Finding("kill -9 of rank 1", figures, held=code == 5 and content.get("rank") == 1)
 
 
 def _text_run(overrides: Sequence[str]) -> list[str]:
@@ -239,13 +261,16 @@ def _wait_for_step(output: Path, step: int, process: subprocess.Popen[str], said
         said: File that gets what it says.
 
     Raises:
-        RuntimeError: It ended before, or takes too long.
+        RuntimeError: It ended before.
+        Unfinished: It takes too long.
     """
     log = output / "metrics.jsonl"
     until = time.monotonic() + START_SECONDS
     while not (log.is_file() and len(_steps(output)) >= step):
-        if process.poll() is not None or time.monotonic() > until:
+        if process.poll() is not None:
             raise _failure(f"no step {step}, code {process.poll()}", said.read_text("utf-8", errors="replace"))
+        if time.monotonic() > until:
+            raise Unfinished(f"no step {step} after {START_SECONDS} s")
         time.sleep(0.01)
 
 
@@ -277,7 +302,9 @@ def commands(setting: Setting) -> Iterator[Finding]:
     try:
         _wait_for_step(outputs[1], 3, process, log)
         process.send_signal(signal.SIGTERM)
-        code = process.wait(timeout=120)
+        code = process.wait(timeout=STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise Unfinished(f"a run that was sent SIGTERM still ran after {STOP_SECONDS} s") from None
     finally:
         process.kill()
         process.wait()

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import platform
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-State: TypeAlias = Literal["held", "FAILED", "measured", "skipped"]
-"""Whether what must be true is; "measured" where there are only figures to read."""
+State: TypeAlias = Literal["held", "FAILED", "measured", "skipped", "unfinished"]
+"""Whether what must be true is; "measured" where there are only figures to read, "unfinished" where time ran out."""
+
+NO_VERDICT = 75
+"""Exit code where nothing failed and something wasn't finished: a busy machine, or a step that hangs."""
 
 LONGEST_WORDS = 400
 """Most characters of a reason or an error in a row; the log has the whole of an error."""
@@ -21,12 +29,21 @@ class Skipped(Exception):  # noqa: N818 - no error: the proof continues
     """This machine, or what is installed on it, can't do a step; the message says why."""
 
 
+class Unfinished(Exception):  # noqa: N818 - no error: the machine may only be busy
+    """A program that a step started took too long; the message says which and how long."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Where a step runs."""
 
     device: str  # "cpu" or "cuda"
     folder: Path  # for what it writes
+
+    @property
+    def stack_file(self) -> Path:
+        """File into which a step's process writes where it is, when it is asked."""
+        return self.folder / "stack.txt"
 
     @property
     def is_small(self) -> bool:
@@ -42,12 +59,15 @@ class Finding:
     figures: dict[str, Any]
     held: bool | None = None  # None where there is nothing that must be true
     why_not: str = ""  # why the case can't run here; empty where it ran
+    late: str = ""  # how long it was waited for; empty where it ended
 
     @property
     def state(self) -> State:
         """The word of its row."""
         if self.why_not:
             return "skipped"
+        if self.late:
+            return "unfinished"
         return "measured" if self.held is None else "held" if self.held else "FAILED"
 
 
@@ -55,10 +75,17 @@ class Finding:
 class Step:
     """One part of the proof."""
 
+    group: str
     name: str
     run: Callable[[Setting], Iterable[Finding]]
     seconds: int  # about what it takes on a GPU; with less time left it isn't begun
+    needs: tuple[str, ...] = ()  # modules beside those of torch
     limit_seconds: int = 240  # it is ended after so long
+
+    @property
+    def missing(self) -> list[str]:
+        """The modules that aren't installed."""
+        return [module for module in self.needs if importlib.util.find_spec(module) is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +98,59 @@ class Row:
     figures: dict[str, Any]
     words: str = ""  # why it was skipped, or what the error was
     seconds: float = 0.0  # since the row before of the same step
+
+
+WHEELS: Mapping[str, str] = {
+    "PIL": "pillow",
+    "bm25s": "bm25s",
+    "datasets": "datasets dill multiprocess xxhash pandas python-dateutil six",
+    "faiss": "faiss-cpu",
+    "jinja2": "jinja2 markupsafe",
+    "matplotlib": "matplotlib contourpy cycler fonttools kiwisolver pyparsing python-dateutil six",
+    "open_clip": "open_clip_torch timm ftfy wcwidth",
+    "peft": "peft",
+    "pyarrow": "pyarrow",
+    "pydantic": "pydantic pydantic-core annotated-types typing-inspection",
+    "pytrec_eval": "pytrec-eval-terrier",
+    "safetensors": "safetensors",
+    "scipy": "scipy",
+    "sentence_transformers": "sentence-transformers scikit-learn scipy joblib threadpoolctl",
+    "transformers": "transformers tokenizers huggingface-hub regex pyyaml tqdm packaging",
+    "accelerate": "accelerate psutil",
+    "torchvision": "torchvision",
+    "werkzeug": "werkzeug",
+    "yaml": "pyyaml",
+}
+"""Module -> the packages that bring it to a machine with torch and what torch itself needs."""
+
+
+def how_to_carry(modules: Iterable[str]) -> str:
+    """Return the command that fetches the wheels of modules for this machine, on one with a network."""
+    packages = dict.fromkeys(package for name in modules for package in WHEELS.get(name, name).split())
+    python, machine = "{}.{}".format(*sys.version_info[:2]), platform.machine()
+    tags = " ".join(f"--platform manylinux{version}_{machine}" for version in ("_2_28", "_2_27", "2014"))
+    return (
+        f"python -m pip download --no-deps --only-binary=:all: --python-version {python} {tags} "
+        f"-d WHEELS {' '.join(packages)}"
+    )
+
+
+def unpack_wheels(wheels: Path, site: Path) -> None:
+    """Install the wheels of a folder into another one, and let this process and its children import from there.
+
+    Raises:
+        SystemExit: There are none, or pip refuses one: it is of another Python, or of another kind of machine.
+    """
+    files = sorted(wheels.glob("*.whl"))
+    if not files:
+        sys.exit(f"--wheels {wheels}: no file there ends in .whl")
+    words = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", site, *files]
+    done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"--wheels {wheels}: {done.stderr.strip()}")
+    sys.path.insert(0, str(site))
+    importlib.invalidate_caches()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
 
 
 class Report:
@@ -101,14 +181,18 @@ class Report:
         print(f"{row.state:9} {row.step}: {row.case}  {said}", flush=True)
 
     def close(self) -> int:
-        """Write how many rows there are of each state; return the exit code: 1 where something failed."""
+        """Write how many rows there are of each state.
+
+        Returns:
+            The exit code: 1 where something failed, NO_VERDICT where nothing did and something wasn't finished.
+        """
         states = [row.state for row in self.rows]
-        words: tuple[State, ...] = ("held", "FAILED", "measured", "skipped")
+        words: tuple[State, ...] = ("held", "FAILED", "measured", "skipped", "unfinished")
         summary = ", ".join(f"{states.count(word)} {word}" for word in words)
         with self._table.open("a", encoding="utf-8") as table:
             table.write(f"\n{summary}\n")
         print(summary)
-        return 1 if "FAILED" in states else 0
+        return 1 if "FAILED" in states else NO_VERDICT if "unfinished" in states else 0
 
 
 def show_figures(figures: dict[str, Any]) -> str:

@@ -134,7 +134,8 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
     until = time.monotonic() + 60 * arguments.minutes
-    report = Report(arguments.output, f"Proof on {arguments.device}")
+    small = ": tiny shapes and gloo. It shows that the proof works, and nothing about a GPU"
+    report = Report(arguments.output, f"Proof on {arguments.device}{small if arguments.device == 'cpu' else ''}")
     prove(steps, report, arguments.device, until)
     code = report.close()
     if missing:

@@ -25,7 +25,7 @@ SAME = 1e-4
 """Most that losses and norms of two ranks may differ from those of one process, relative: float32 adds up in order."""
 
 RANKS_SECONDS = 120
-"""Longest wait for two ranks, for all the ways that they go through."""
+"""Longest wait for ranks that write nothing: on a busy machine they take long to start."""
 
 OTHERS_BYTES = 64 << 20
 """Change in what other programs hold on the GPU that is still no reason to leave a row unjudged."""
@@ -198,11 +198,13 @@ def _run_ranks(ways: Sequence[str], setting: Setting, world_size: int) -> tuple[
     running = [
         _start([*words, "--rank", rank], setting, log, NCCL_MULTI_RANK_GPU_ENABLE="1") for rank, log in enumerate(logs)
     ]
-    until = time.monotonic() + RANKS_SECONDS
+    until, num_bytes = time.monotonic() + RANKS_SECONDS, 0
     while any(process.poll() is None for process in running) and time.monotonic() < until:
         if any(process.poll() not in (None, 0) for process in running):
             time.sleep(2)  # the other may say why
             break
+        if logs[0].stat().st_size > num_bytes:  # each way has the whole wait
+            until, num_bytes = time.monotonic() + RANKS_SECONDS, logs[0].stat().st_size
         time.sleep(0.1)
     is_late = time.monotonic() >= until and all(process.poll() in (None, 0) for process in running)
     for process in running:

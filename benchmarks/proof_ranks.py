@@ -25,6 +25,7 @@ from proof_models import text_encoder
 
 from vembed.batch import Features, Ragged
 from vembed.distributed.ranks import Ranks
+from vembed.distributed.runtime import prepare_device
 from vembed.errors import MachineError
 from vembed.gradcache.engine import Pool
 
@@ -83,6 +84,7 @@ def main() -> int:
     if device.type == "cuda":
         backend, device = "nccl", torch.device("cuda", arguments.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    prepare_device()  # the arithmetic of a run, which the process without ranks has too
     place = {"rank": arguments.rank, "world_size": arguments.ranks}
     dist.init_process_group(backend, init_method=f"file://{arguments.meet}", **place)
     ranks = Ranks.of_this_process() if arguments.ranks > 1 else OneRank()

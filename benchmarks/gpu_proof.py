@@ -55,8 +55,8 @@ OTHERS_SHARE = 0.1
 GROUPS = ("first", "ranks", "feed", "speed", "compile")
 
 _MODEL = ("transformers", "safetensors")
-_RUN = (*_MODEL, "accelerate", "pydantic", "yaml", "PIL", "pyarrow", "faiss", "pytrec_eval", "peft", "jinja2", "bm25s")
-_RUN = (*_RUN, "matplotlib", "datasets")
+_PLAN = (*_MODEL, "accelerate", "pydantic", "PIL", "peft")
+_RUN = (*_PLAN, "yaml", "pyarrow", "datasets", "faiss", "pytrec_eval", "bm25s", "jinja2", "matplotlib")
 
 
 def _sweep(group: str, family: str, name: str, seconds: int, **options: bool) -> Step:
@@ -74,7 +74,7 @@ STEPS: tuple[Step, ...] = (
     Step("first", "one rank", partial(proof_programs.ranks, world_size=1), 20, (*_MODEL, "accelerate")),
     Step("first", "waits and busy share", proof_engine.host, 20, _MODEL),
     Step("first", "out of memory", proof_engine.repair, 10, _MODEL),
-    Step("first", "plan", proof_programs.plan_against_memory, 50, (*_MODEL, "accelerate", "pydantic", "PIL", "peft")),
+    Step("first", "plan", proof_programs.plan_against_memory, 50, _PLAN),
     Step("ranks", "two ranks", partial(proof_programs.ranks, world_size=2), 45, (*_MODEL, "accelerate")),
     Step("ranks", "killed rank", proof_programs.killed_rank, 40, _RUN),
     Step("ranks", "commands", proof_programs.commands, 60, _RUN),
@@ -190,6 +190,7 @@ class Worker:
     """A process that runs steps, with all that they start: what it can't survive is a row, and a new one takes over."""
 
     def __init__(self, setting: Setting) -> None:
+        setting.stack_file.write_text("", "utf-8")
         context = multiprocessing.get_context("spawn")
         self._end, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(theirs, setting))

@@ -309,7 +309,7 @@ def retention(setting: Setting) -> Iterator[Finding]:
 
     largest = 512 if setting.is_small else 32768 if torch.cuda.mem_get_info()[0] >= MUCH_MEMORY else 8192
     speed, limit = measured(largest, 0.0)
-    yield Finding(f"{largest} tokens, nothing kept", {"tokens/s": speed, "peak_bytes": limit})
+    yield Finding(f"{largest} tokens, nothing kept", {"tokens/s": speed} | ({"peak_bytes": limit} if on_gpu else {}))
     for tokens in (largest // 2, largest // 4):
         share = 0.5  # a CPU has no peak to hold it against
         if on_gpu:
@@ -317,7 +317,8 @@ def retention(setting: Setting) -> Iterator[Finding]:
             nothing, tenth = (measured(tokens, retain)[1] for retain in (0.0, 0.1))
             share = min(1.0, 0.1 * max(0, limit - nothing) / max(1, tenth - nothing))
         speed, peak = measured(tokens, share)
-        yield Finding(f"{tokens} tokens", {"kept": share, "tokens/s": speed, "peak_bytes": peak})
+        figures = {"kept": share, "tokens/s": speed} | ({"peak_bytes": peak} if on_gpu else {})
+        yield Finding(f"{tokens} tokens", figures)
 
 
 def _timed_sweep_step(

@@ -16,7 +16,6 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from vembed.errors import ConfigError
@@ -172,6 +171,8 @@ def read_settings(path: Path, kind: type[Settings], *, beside: frozenset[str] = 
     Raises:
         ConfigError: A setting is unknown, or not what its field may be.
     """
+    from pydantic import TypeAdapter, ValidationError  # here, as most models' files need no pydantic
+
     content = {name: value for name, value in read_json(path).items() if name not in beside}
     unknown = sorted(content.keys() - {field.name for field in fields(kind)})  # type: ignore[arg-type]
     if unknown:

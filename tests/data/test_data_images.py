@@ -17,12 +17,11 @@ import pytest
 from PIL import ImageFile
 from PIL.PngImagePlugin import PngInfo
 
-from vembed.batch import Image
+from vembed.batch import Image, ImageLimits
 from vembed.data.images import (
     FORMATS,
     ImageError,
     ImageHeader,
-    ImageLimits,
     check_image,
     decode_image,
     decode_images,

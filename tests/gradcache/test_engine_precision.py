@@ -28,6 +28,7 @@ from vembed.losses.streamed import StreamedBatch, StreamedLoss
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rank_pool import RankPool
     from torch import Tensor
 
 SMALLEST_HALF = 2.0**-24
@@ -94,19 +95,29 @@ class Pull(ContrastiveLoss):
 
 
 def linear_gradient(
-    layer: torch.nn.Linear, *, count: int, rows: int, autocast: torch.dtype | None = None, scale: float = 1.0
+    layer: torch.nn.Linear,
+    *,
+    count: int,
+    rows: int,
+    autocast: torch.dtype | None = None,
+    scale: float = 1.0,
+    ranks: Ranks | None = None,
 ) -> Tensor:
     """Return the gradient of a layer's weight after one step over rows that all pull the same way."""
-    inputs = torch.from_numpy(np.random.default_rng(0).random((count, 8)) + 0.5)
+    ranks = ranks or Ranks()
+    assignment = RowAssignment(tuple(np.arange(count)[rank :: ranks.world_size] for rank in range(ranks.world_size)))
+    own = assignment.slots[ranks.rank]
+    inputs = torch.from_numpy(np.random.default_rng(0).random((count, 8)) + 0.5)[own]
 
     def collate(features: Features, rows: Any, width: int) -> dict[str, Tensor]:
         return {"x": inputs[rows].to(layer.weight.dtype)}
 
-    features = Features({}, np.ones(count, dtype=np.int64))
-    pool = Pool(lambda chunk: layer(chunk["x"]), collate, features, np.arange(count))
+    features = Features({}, np.ones(len(own), dtype=np.int64))
+    pool = Pool(lambda chunk: layer(chunk["x"]), collate, features, own)
     structure = BatchStructure.of(random_batch(count // 2, [0] * (count // 2), np.random.default_rng(0)))
-    options = EngineOptions(ChunkBudget(rows, 10**6), CPU, autocast_dtype=autocast)
-    GradCacheEngine(Pull(), options, [layer.weight]).step([pool], structure, gradient_scale=scale)
+    options = EngineOptions(ChunkBudget(rows, 10**6), CPU, autocast_dtype=autocast, ranks=ranks)
+    engine = GradCacheEngine(Pull(), options, [layer.weight])
+    engine.step([pool], structure, assignment=assignment, gradient_scale=scale)
     assert layer.weight.grad is not None
     gradient, layer.weight.grad = layer.weight.grad.double() / scale, None
     return gradient
@@ -136,6 +147,19 @@ def test_2048_chunks_of_a_bfloat16_encoder_lose_no_more_than_one_rounding() -> N
     for _ in range(2048):
         added_up += (truth / 2048).bfloat16()
     assert (added_up.double() - truth).norm() > 0.2 * truth.norm(), "bfloat16 sums of 2048 parts do lose digits"
+
+
+def bfloat16_share_on(rank: int) -> tuple[torch.dtype, Tensor]:
+    layer = new_layer(torch.bfloat16)
+    gradient = linear_gradient(layer, count=256, rows=1, ranks=Ranks.of_this_process())
+    return layer.weight.dtype, gradient
+
+
+def test_two_ranks_add_a_bfloat16_encoder_up_in_float32_and_round_once(two_ranks: RankPool) -> None:
+    truth = linear_gradient(new_layer(torch.bfloat16).double(), count=256, rows=256)
+    for dtype, found in two_ranks.run(bfloat16_share_on):
+        assert dtype == torch.bfloat16
+        assert ((found - truth).abs() <= 2.0**-8 * truth.abs()).all()
 
 
 SHARP = {

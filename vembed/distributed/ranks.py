@@ -243,7 +243,7 @@ class Ranks:
         """Add the gradients of parameters up over the ranks, in at least float32.
 
         What a rank's rows didn't touch counts as zero there, so that no rank waits for another. Their order is the same
-        on every rank.
+        on every rank. The sums have the type that each parameter asks of its gradient (`grad_dtype`).
         """
         if self.is_one:
             return
@@ -252,7 +252,7 @@ class Ranks:
             flat = torch.cat([_gradient(parameter).to(dtype).flatten() for parameter in bucket])
             self.sum_(flat)
             for parameter, gradient in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
-                parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
+                parameter.grad = gradient.view_as(parameter).to(parameter.grad_dtype)
 
 
 def _padded(x_RE: Tensor, num_rows: int) -> Tensor:

@@ -101,10 +101,11 @@ def test_the_comparison_itself_can_fail(case_maker: Any) -> None:
         assert_same_gradients(doubled, expected, 1e-10)
 
 
-def test_drift_monitor_fires_without_rng_replay(case_maker: Any) -> None:
+@pytest.mark.parametrize(("compiled", "key"), [(False, "use_gradient_cache: false"), (True, "set compile: false")])
+def test_drift_monitor_fires_without_rng_replay(case_maker: Any, compiled: bool, key: str) -> None:
     case, loss = case_maker(dropout=0.1, negatives=1), make_loss()
-    options = EngineOptions(ChunkBudget(4, 10**6), CPU, replay_rng=False)
-    with pytest.raises(ReplayDriftError, match="use_gradient_cache: false"):
+    options = EngineOptions(ChunkBudget(4, 10**6), CPU, replay_rng=False, compiled=compiled)
+    with pytest.raises(ReplayDriftError, match=key):
         GradCacheEngine(loss, options).step(case.pools, case.structure)
 
 

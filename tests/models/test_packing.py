@@ -35,6 +35,8 @@ from vembed.models.profile.measure import ProfileTarget, become_fake
 from vembed.models.profile.measure import _autocast as autocast
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vembed.batch import Features
     from vembed.models.text import TextEncoder
 
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def no_operators_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither flash-attn nor the GPU that this machine may have decides what is tested."""
-    monkeypatch.setattr(attention, "HAS_FLASH_ATTN", False)
+    monkeypatch.setattr(attention, "why_no_flash_attn", lambda: "isn't installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -224,7 +226,7 @@ def test_flash_attn_goes_before_torchs_operator_and_can_drop_attention_weights(m
 
     package = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(attention, "HAS_FLASH_ATTN", True)
+    monkeypatch.setattr(attention, "why_no_flash_attn", lambda: "")
     monkeypatch.setattr(attention, "packed_mask", lambda *_: torch.ones(1, 1, 1, 1, dtype=torch.bool))
     encoder = build("qwen3", attention_dropout=0.25)
     assert encoder.why_not_packed("cuda", torch.bfloat16) == ""
@@ -235,6 +237,47 @@ def test_flash_attn_goes_before_torchs_operator_and_can_drop_attention_weights(m
     ]
     encode(encoder.train(), rows(), packed=True)
     assert {each["dropout_p"] for each in told[2:]} == {0.25}
+
+
+def test_a_flash_attn_that_does_not_import_counts_as_missing_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # what stands in for the machine hides the question
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('flash_attn_2_cuda.so: undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    attention.why_no_flash_attn.cache_clear()
+    try:
+        why = build("bert", attention_probs_dropout_prob=0.1).why_not_packed("cuda", torch.bfloat16)
+    finally:
+        attention.why_no_flash_attn.cache_clear()
+    assert why.endswith("flash-attn can, and it doesn't import (flash_attn_2_cuda.so: undefined symbol)")
+
+
+@pytest.mark.parametrize("takes_gqa", [True, False])
+def test_keys_are_repeated_for_an_operator_that_takes_no_fewer_of_them_than_queries(
+    takes_gqa: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: set[tuple[int, int, bool]] = set()
+
+    def older(
+        q: Any, k: Any, v: Any, starts: Any, _: Any, longest: int, *args: Any, scale: Any, window_size: Any
+    ) -> Any:
+        return newer(q, k, v, starts, _, longest, *args, scale=scale, window_size=window_size)
+
+    def newer(
+        q: Any, k: Any, v: Any, starts: Any, _: Any, longest: int, *args: Any,
+        scale: Any, window_size: Any, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        heads.add((q.shape[1], k.shape[1], enable_gqa))
+        return by_segments(q, k, v, starts, longest, dropout=0, scaling=scale, window=window_size)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", newer if takes_gqa else older)
+    monkeypatch.setattr(attention, "packed_mask", lambda *_: torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    encoder = build("qwen3")
+    assert encoder.why_not_packed("cuda", torch.bfloat16) == ""
+    assert difference(encoder, rows(), width=96) <= 1e-10
+    assert heads == {(2, 1, True) if takes_gqa else (2, 2, False)}
 
 
 class Calls(TorchDispatchMode):

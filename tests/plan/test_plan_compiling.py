@@ -9,11 +9,35 @@ from plan_cases import DATA, model, planned, reason
 
 from vembed.config.load import load_config
 from vembed.errors import ConfigError
+from vembed.plan import compiling
 from vembed.plan.hardware import GIB, Machine
 from vembed.plan.memory import ModelSize
 from vembed.plan.plan import make_plan
 
 
+@pytest.fixture
+def proven_on_a100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let auto compile on one class of devices, as it will where the rows of a proof held."""
+    monkeypatch.setattr(compiling, "PROVEN_ON", frozenset({"A100"}))
+
+
+@pytest.mark.usefixtures("proven_on_a100")
+@pytest.mark.parametrize(("devices", "compiles"), [("1xA100-80GB", True), ("1xH100-80GB", False)])
+def test_auto_compiles_on_a_class_of_devices_that_it_is_proven_on(devices: str, compiles: bool) -> None:
+    plan = planned(devices, 1.1e8, "batch_size=4096", "max_steps=200000")
+    assert plan.compiles == compiles
+    assert reason(plan, "compile: ").startswith(
+        "compile: on: " if compiles else "compile: off, as compiled layers aren't "
+    )
+
+
+def test_no_device_is_proven_yet_so_auto_compiles_nowhere() -> None:
+    plan = planned("1xA100-80GB", 1.1e8, "batch_size=4096", "max_steps=200000")
+    assert not plan.compiles
+    assert "compile: true takes about 180 s and may save about " in reason(plan, "compile: ")
+
+
+@pytest.mark.usefixtures("proven_on_a100")
 def test_auto_compiles_where_a_run_is_long_enough_to_pay_it_back() -> None:
     long = planned("1xA100-80GB", 1.1e8, "batch_size=4096", "max_steps=20000")
     short = planned("1xA100-80GB", 1.1e8, "batch_size=4096", "max_steps=100")
@@ -67,6 +91,7 @@ def test_tf32_says_where_it_has_no_effect() -> None:
     assert reason(make_plan(config, machine, model(1e8), DATA), "loss_precision") == expected
 
 
+@pytest.mark.usefixtures("proven_on_a100")
 def test_layers_whose_own_copies_find_no_room_are_not_compiled() -> None:
     """Mixed precision casts once a step; a compiled layer keeps a copy with each kept call."""
     size = model(1.1e8)

@@ -77,6 +77,7 @@ class EngineOptions:
     replay_rng: bool = True  # False only serves to show that the drift monitor works
     loss_tf32: bool = False  # whether the loss may multiply float32 matrices in TF32
     oom_retry: bool = True  # whether a step that runs out of memory is done again with less
+    compiled: bool = False  # whether the encoder's layers are: the first to suspect where the passes differ
     ranks: Ranks = field(default_factory=Ranks)
 
 
@@ -379,10 +380,12 @@ class GradCacheEngine:
         """Raise when the two passes differ by more than rounding. NaN passes: that is the guards' business."""
         tolerance = DRIFT_TOLERANCE[self.options.autocast_dtype or dtype]
         if drift > tolerance:
+            cause = "The encoder draws random numbers from a generator of its own, or changes its buffers in forward"
+            if self.options.compiled:
+                cause = "Compiled layers compute another function without gradients than with them: set compile: false"
             raise ReplayDriftError(
                 f"the second pass of gradient caching computed other embeddings than the first (relative difference "
-                f"{drift:.2g}, rounding explains {tolerance:.0e}): the gradients would be wrong. "
-                f"The encoder draws random numbers from a generator of its own, or changes its buffers in forward. "
+                f"{drift:.2g}, rounding explains {tolerance:.0e}): the gradients would be wrong. {cause}. "
                 f"use_gradient_cache: false trains it without a second pass."
             )
 

@@ -15,7 +15,6 @@ Shape legend: R rows, T tokens of a row or of all rows end to end, S segments of
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from vembed.text import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,9 +42,6 @@ _OWN_ATTENTION = frozenset({"mpnet"})
 """Types of models whose layers call no attention function, but take the masks of one."""
 
 HALF = (torch.float16, torch.bfloat16)
-
-HAS_FLASH_ATTN = importlib.util.find_spec("flash_attn") is not None
-"""Whether the package flash-attn is installed. It goes before torch's operator, as it can drop attention weights."""
 
 _LARGEST_HEAD = 256
 """Of flash attention; it is a multiple of 8 too."""
@@ -180,7 +178,7 @@ def attend(
     dtype = compute_dtype(query.device.type, query.dtype)
     query_THD, key_THD, value_THD = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))
     assert max_length_q is not None
-    operator = _flash_attn if HAS_FLASH_ATTN else _varlen_attn
+    operator = _varlen_attn if why_no_flash_attn() else _flash_attn
     out_THD = operator(
         query_THD,
         key_THD,
@@ -235,8 +233,7 @@ def attend_to_pictures(
         size = (num_pictures, max_length_q)
         out = alone(*(each[0].unflatten(1, size).transpose(0, 1) for each in (query, key, value)))
         return out.flatten(0, 1).unsqueeze(0), None
-    half = compute_dtype(query.device.type, query.dtype) in HALF
-    if query.device.type == "cuda" and half and (HAS_FLASH_ATTN or _has_varlen()):
+    if query.device.type == "cuda" and compute_dtype("cuda", query.dtype) in HALF:
         lengths: dict[str, Any] = {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
         return attend(module, query, key, value, None, dropout=dropout, scaling=scaling, is_causal=False, **lengths)
     splits = (each.split(cu_seq_lens_q.diff().tolist(), dim=2) for each in (query, key, value))
@@ -278,8 +275,6 @@ def why_not_packed(backbone: PreTrainedModel, device_type: str, dtype: torch.dty
         return ""
     if device_type != "cuda":
         return f"no operator for it is known on {device_type}"
-    if not (HAS_FLASH_ATTN or _has_varlen()):
-        return f"torch {torch.__version__} has no operator for it and flash-attn isn't installed"
     if dtype not in HALF:
         return f"its operators need half precision, and the run computes in {str(dtype).removeprefix('torch.')}"
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -287,9 +282,12 @@ def why_not_packed(backbone: PreTrainedModel, device_type: str, dtype: torch.dty
         return f"its operators take no attention heads of {head} dims"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
         return "its operators need a GPU of capability 8.0 or more"
-    dropout = attention_dropout(backbone)
-    if dropout and not HAS_FLASH_ATTN:
-        return f"the model drops {dropout:g} of its attention weights, which torch's operator can't; flash-attn can"
+    dropout, obstacle = attention_dropout(backbone), why_no_flash_attn()
+    if dropout and obstacle:
+        return (
+            f"the model drops {dropout:g} of its attention weights, which torch's operator can't; flash-attn can, and "
+            f"it {obstacle}"
+        )
     return ""
 
 
@@ -300,13 +298,18 @@ def attention_dropout(backbone: PreTrainedModel) -> float:
 
 
 @functools.cache
-def _has_varlen() -> bool:
-    """Return whether torch's operator takes all that attention needs; the first ones took less."""
+def why_no_flash_attn() -> str:
+    """Say why the package flash-attn can't be used; empty where it can. It can drop attention weights, torch's can't.
+
+    It is built for one version of torch: under another one it is installed and doesn't import.
+    """
     try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore] # noqa: F401
+    except ModuleNotFoundError as error:
+        return "isn't installed" if error.name == "flash_attn" else f"doesn't import ({first_line(error)})"
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"doesn't import ({first_line(error)})"
+    return ""
 
 
 def _flash_attn(
@@ -356,6 +359,13 @@ def _varlen_attn(
 
     if dropout:
         raise ValueError(f"torch's operator for packed rows has no attention dropout, but {dropout} was asked for")
+    # Fewer heads of keys than of queries: each serves a group. The operator of torch 2.11 wants as many of both.
+    groups = query_THD.shape[1] // key_THD.shape[1]
+    others: dict[str, Any] = {}
+    if groups > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        others["enable_gqa"] = True
+    elif groups > 1:
+        key_THD, value_THD = (each.repeat_interleave(groups, dim=1) for each in (key_THD, value_THD))
     out_THD = varlen_attn(
         query_THD,
         key_THD,
@@ -366,7 +376,7 @@ def _varlen_attn(
         longest,
         scale=scaling,
         window_size=window,
-        enable_gqa=query_THD.shape[1] != key_THD.shape[1],
+        **others,
     )
     assert isinstance(out_THD, torch.Tensor)
     return out_THD

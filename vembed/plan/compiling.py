@@ -23,6 +23,9 @@ SECONDS_PER_GRAPH = 60
 LEAST_GAIN = 2
 """So many times the seconds of compiling must be saved, as both are guesses."""
 
+PROVEN_ON: frozenset[str] = frozenset()
+"""Devices by a part of their name, as "H100", whose compile rows of benchmarks/gpu_proof.py held: none was tried."""
+
 
 def plan_compiling(problem: PlanningProblem, chosen: Candidate, *, num_batches: int) -> tuple[bool, tuple[str, ...]]:
     """Return whether layers are compiled, and why.
@@ -45,6 +48,13 @@ def plan_compiling(problem: PlanningProblem, chosen: Candidate, *, num_batches: 
     saved, taken = SAVED_SHARE * chosen.compute_seconds * num_batches, graphs * SECONDS_PER_GRAPH
     compiles = asked is True or saved >= LEAST_GAIN * taken
     copies, room = _copies(problem, chosen), problem.limit_bytes(chosen.way) - chosen.bytes_per_device.total
+    is_proven = any(name in problem.machine.device_name for name in PROVEN_ON)
+    if compiles and asked == "auto" and not is_proven:
+        note = (
+            f"compile: off, as compiled layers aren't proven on {problem.machine.device_name} yet (docs/gpu.md); "
+            f"compile: true takes about {taken:,} s and may save about {saved:,.0f} s"
+        )
+        return False, (note,)
     if compiles and copies > room:
         held = f"kept calls of compiled layers hold {show_bytes(copies)} of weights in {problem.dtype}"
         spare = f"{show_bytes(max(0, room))} are to spare"

@@ -179,8 +179,9 @@ class OptimisationKeys(Section):
     compile: Auto | bool = key(
         "auto",
         "Compile the repeated layers by TorchInductor, each kind of layer once for all layers and sizes of calls: less "
-        "time, the same function up to rounding. auto does on CUDA where the run is long enough to pay that back, and "
-        "computes as without where a layer can't be compiled; true ends the run there.",
+        "time, the same function up to rounding. auto does on CUDA devices that it's proven on, none so far, where the "
+        "run is long enough to pay that back, and computes as without where a layer can't be compiled; true ends the "
+        "run there.",
     )
     seed: Seed = key(42, "Seed of the weights, of dropout and of the sample order.")
     seeds: Annotated[list[Seed], Field(min_length=2)] | None = key(

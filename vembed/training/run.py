@@ -352,6 +352,7 @@ class Run:
                 loss_tf32=config.loss_precision == "tf32",
                 # Without gradient caching the user wants one call per batch: nothing may cut it.
                 oom_retry=config.oom_retry and config.use_gradient_cache is not False,
+                compiled=plan.compiles,
                 ranks=replace(self.ranks, bucket_bytes=plan.bucket_bytes),
             ),
             [parameter for parameter in self.encoder.parameters() if parameter.requires_grad],

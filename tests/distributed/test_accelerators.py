@@ -179,3 +179,12 @@ def test_a_card_offers_what_others_leave_and_bfloat16_where_it_has_units_for_it(
     machine = describe_machine(CARD)
     assert (machine.memory_bytes, machine.taken_bytes) == (24 * GIB - taken, taken)
     assert machine.fast_bf16 == (capability >= 8)
+
+
+@pytest.mark.parametrize(("launcher", "cores"), [("srun", 8), ("torchrun", 2)])
+def test_a_task_of_srun_has_the_cores_that_it_is_bound_to_and_others_share_the_machines(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, cores: int
+) -> None:
+    monkeypatch.setattr(runtime, "process_env", lambda: ProcessEnv(1, 4, 1, 4, launcher))
+    monkeypatch.setattr(runtime, "cpu_cores", lambda: 8)
+    assert describe_machine(torch.device("cpu"), num_processes=4).num_cores == cores

@@ -6,24 +6,19 @@ import json
 import math
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from plan_cases import planned
 
 from vembed.config.load import load_config
-from vembed.plan import hardware
 from vembed.plan.chunks import CPU_CHUNK_BYTES, LEAST_CHUNK_TOKENS, MOST_CHUNK_ROWS
 from vembed.plan.explain import explain, explain_fully
-from vembed.plan.hardware import GIB, Machine, cpu_cores, cpu_memory_bytes
+from vembed.plan.hardware import GIB, Machine
 from vembed.plan.memory import LOSS_STRIP_TILES, BatchRows, LossTiles, ModelSize, loss_bytes
 from vembed.plan.plan import Plan, make_plan
 from vembed.plan.problem import DataSize
 from vembed.plan.reserve import BLAS_BYTES, CONTEXT_BYTES
 from vembed.text import show_bytes, show_count
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CPU = Machine("cpu", "the CPU", 16 * GIB, 8, fast_bf16=False)
 GPU = Machine("cuda", "NVIDIA H200", 139 * GIB, 16, fast_bf16=True)
@@ -338,19 +333,3 @@ def test_bytes_are_shown_in_the_unit_that_suits(count: int, text: str) -> None:
 def test_parameters_are_shown_in_the_unit_that_suits() -> None:
     assert [show_count(count) for count in (5_289_984, 999e6, 8_144_793_840)] == ["5.29M", "999M", "8.14B"]
     assert [show_count(count) for count in (20_900, 999_999, 640)] == ["20.9k", "1M", "640"]
-
-
-@pytest.mark.parametrize(
-    ("content", "limited"), [("1048576\n", True), ("max\n", False), ("9223372036854771712", False), (None, False)]
-)
-def test_memory_is_the_containers_limit_where_it_is_smaller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, limited: bool
-) -> None:
-    path = tmp_path / "memory.max"
-    if content is not None:
-        path.write_text(content)
-    monkeypatch.setattr(hardware, "_CGROUP_LIMITS", (str(path),))
-    total: Any = cpu_memory_bytes()
-    assert (total == 1048576) == limited
-    assert total > 0
-    assert cpu_cores() >= 1

@@ -242,7 +242,8 @@ def _refuse_shared_devices(process: ProcessEnv, num_devices: int) -> None:
 
 def describe_machine(device: torch.device, *, num_processes: int = 1) -> Machine:
     """Return what a device offers to one of several training processes, which share cores and a CPU's memory."""
-    cores = max(1, cpu_cores() // num_processes)
+    # srun binds each task to cores of its own.
+    cores = cpu_cores() if process_env().launcher == "srun" else max(1, cpu_cores() // num_processes)
     if device.type == "cpu":
         threads = min(torch.get_num_threads(), cores)
         memory_bytes = cpu_memory_bytes() // num_processes

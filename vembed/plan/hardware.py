@@ -1,10 +1,14 @@
-"""What this machine gives one process: cores and memory, container limits included."""
+"""What this machine gives one process: cores and memory, within the limits of its container or its batch job."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 GIB = 1 << 30
 
@@ -22,24 +26,55 @@ class Machine:
     num_busy_cores: int = 1  # by training itself: on a CPU its threads, else the core that feeds the device
 
 
-def cpu_memory_bytes() -> int:
-    """Return the memory that this process may use: the cgroup's limit, or all that the machine has."""
+def cpu_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the memory that this process may use: the least limit of its cgroups, or all that the machine has.
+
+    Args:
+        root: Folder that /proc and /sys lie in.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_read_limit(Path(path)) for path in _CGROUP_LIMITS]
-    return min([total, *(limit for limit in limits if limit is not None)])
+    names = ("memory.max", "memory.limit_in_bytes")  # of version 2 and 1
+    limits = [_read_numbers(folder / name) for folder in _cgroups("memory", root) for name in names]
+    return min([total, *(limit[0] for limit in limits if limit)])
 
 
-def cpu_cores() -> int:
-    """Return the cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cpu_cores(root: Path = Path("/")) -> int:
+    """Return the cores that this process may run on: those it is bound to, and no more than its cgroups' share of time.
+
+    Args:
+        root: Folder that /proc and /sys lie in.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _cgroups("cpu", root):
+        # Microseconds of computing in each period, over all cores: "150000 100000" are one and a half.
+        share = _read_numbers(folder / "cpu.max")
+        share = share or [*_read_numbers(folder / "cpu.cfs_quota_us"), *_read_numbers(folder / "cpu.cfs_period_us")]
+        if len(share) == 2:
+            cores = min(cores, share[0] // share[1])
+    return max(1, cores)
 
 
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def _read_limit(path: Path) -> int | None:
+def _cgroups(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the folders that may limit this process: that of its cgroup and all above, of versions 1 and 2."""
     try:
-        text = path.read_text().strip()
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None  # no container, or another version of cgroups
-    return int(text) if text.isdigit() else None
+        return  # no Linux
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        top = root / "sys/fs/cgroup"
+        if controllers:
+            top /= controller
+        if not controllers or controller in controllers.split(","):
+            folder = top / path.lstrip("/")
+            # A container sees its own cgroup at the top, under whatever path the host has for it.
+            yield from (folder, *(above for above in folder.parents if above.is_relative_to(top)))
+
+
+def _read_numbers(path: Path) -> list[int]:
+    """Return the whole numbers of a file; none where it is missing or says that there is no limit ("max", -1)."""
+    try:
+        words = path.read_text().split()
+    except OSError:
+        return []
+    return [int(word) for word in words] if all(word.isdigit() for word in words) else []

@@ -531,7 +531,9 @@ def autocast_dtype(plan: Plan) -> torch.dtype | None:
 
 def _dry_run(run: Run) -> None:
     """Do one step on the first batch and log what it took; weights stay as they are and nothing is written."""
-    with TemporaryDirectory() as temporary:
+    several_machines = run.ranks.world_size > run.runtime.local_world_size
+    shared = next(folder for folder in run.output.path.resolve().parents if folder.is_dir())  # where all can read
+    with TemporaryDirectory(prefix=".dry-run-", dir=shared if several_machines else None) as temporary:
         # A teacher is asked about this batch alone, and its answers stay out of the output folder.
         folder = Path(run.ranks.from_first(lambda: temporary))
         records = run.data.records.subset(run.sampler.rows(0))

@@ -127,7 +127,10 @@ def case_of(setting: Sharded) -> Case:
     else:
         case = _captions(setting)
     if setting.checkpointing:
-        case.encoder.bert.activation_checkpointing_enable({"use_reentrant": False})
+        bert = case.encoder.bert
+        # The oldest transformers that we take know the other name alone.
+        enable = getattr(bert, "activation_checkpointing_enable", None) or bert.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     if setting.mixed:
         case.encoder.float()
     for name, parameter in case.encoder.named_parameters():

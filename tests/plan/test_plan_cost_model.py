@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from plan_cases import model, planned, reason, tower
+from plan_cases import DATA, model, planned, reason, tower
 
+from vembed.config.load import load_config
+from vembed.plan.devices import parse_devices
 from vembed.plan.hardware import GIB
 from vembed.plan.memory import ModelSize
+from vembed.plan.plan import make_plan
 from vembed.plan.problem import DataSize
 from vembed.plan.table import comparison
 
@@ -213,3 +216,16 @@ def test_copies_of_weights_in_half_precision_are_counted_where_autocast_makes_th
         way = {"mode": mode, "gradient_cache": True}
         more = of(made, **way).bytes_per_device.activations - of(bare, **way).bytes_per_device.activations
         assert more == pytest.approx(added), mode
+
+
+@pytest.mark.parametrize("narrowed", [0, 7_000_000_000])
+def test_a_torch_that_gathers_weights_as_they_are_takes_twice_the_room_unless_they_are_narrow(narrowed: int) -> None:
+    """Under mixed precision in bfloat16; frozen weights below adapters are held in it."""
+    config = load_config(None, ["model_name=m"]).config
+    devices, size = parse_devices("8xA100-80GB"), replace(model(7e9), narrowed=narrowed)
+    bytes_of = []
+    for narrow_gathers in (True, False):
+        machine = replace(devices.machine(16), narrow_gathers=narrow_gathers)
+        made = of(make_plan(config, machine, size, DATA, devices=devices), strategy="fsdp", mode="fast")
+        bytes_of.append(made.bytes_per_device.parameters)
+    assert bytes_of[1] == (bytes_of[0] if narrowed else pytest.approx(2 * bytes_of[0], rel=0.05))

@@ -7,12 +7,16 @@ from importlib.util import find_spec
 from typing import Final, Literal
 
 import torch
+from torch.torch_version import TorchVersion
 
 from vembed.distributed.process_env import process_env
 from vembed.errors import ConfigError
 
 PACKAGE: Final = "nvidia-ml-py"
 """What `torch.cuda.utilization` reads the driver's counters with; without it nothing is measured."""
+
+NARROW_GATHERS_TORCH: Final = "2.15"
+"""The first torch tried that gathers each weight of a block in a type of its own; 2.11 has one type for all of them."""
 
 VIRTUAL_MEMORY_ATTRIBUTE: Final = 102
 """CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of CUDA's driver."""
@@ -43,6 +47,11 @@ def processes_to_start(asked: int | Literal["auto"]) -> int:
             f"its own: set num_processes to {devices}, or to auto"
         )
     return asked
+
+
+def gathers_narrow() -> bool:
+    """Return whether shards can be gathered in half precision but for norms and biases, as mixed precision computes."""
+    return TorchVersion(torch.__version__) >= NARROW_GATHERS_TORCH
 
 
 def has_virtual_memory() -> bool:

@@ -13,13 +13,17 @@ Whatever the mode, sums are sums, as in `Ranks`: a rank's gradients are already 
 whole batch. fast gathers before the first chunk and reduces after the last, so that ranks may differ in their chunks,
 and one that runs out of memory leaves no other one waiting. In the other modes every encoder call is a collective.
 
-torch's own recipe finalises each backward; here the caller does, once a step, as a step has many backwards.
+A step has many backwards and torch cleans up at the end of each; what a rank's rows don't touch it leaves out of its
+reduction. So a step ends with a closing call: the units are called once more, with forwards that compute nothing and
+give every weight a gradient of zero, and its backward reduces what the others have left. All of it is public: hooks run
+around whatever `forward` a module has.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
@@ -29,12 +33,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from vembed.distributed.devices import gathers_narrow
 from vembed.distributed.shards import keep_asked_dtype, reshard
 from vembed.distributed.starting_weights import receive
 from vembed.errors import MachineError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,9 +48,6 @@ if TYPE_CHECKING:
     from vembed.plan.problem import Way
 
 ShardingMode: TypeAlias = Literal["fast", "lean", "sharded"]
-
-LEAST_TORCH = "2.15"
-"""The first torch whose caller may finalise a backward."""
 
 
 class ShardedEncoder:
@@ -56,7 +58,7 @@ class ShardedEncoder:
         parameters: Its trainable parameters: shards (DTensor), and scalars, which stay whole.
     """
 
-    def __init__(self, encoder: nn.Module, mode: ShardingMode, ranks: Ranks) -> None:
+    def __init__(self, encoder: nn.Module, mode: ShardingMode, ranks: Ranks, device: torch.device) -> None:
         self.encoder = encoder
         self.mode = mode
         self.ranks = ranks
@@ -64,6 +66,7 @@ class ShardedEncoder:
         self._root = cast("FSDPModule", encoder)
         self._units = [module for module in encoder.modules() if isinstance(module, FSDPModule)]
         self._whole = [each for each in self.parameters if not isinstance(each, DTensor)]
+        self._start = torch.zeros((), device=device)
 
     @property
     def needs_equal_calls(self) -> bool:
@@ -75,39 +78,121 @@ class ShardedEncoder:
         """Parts that are gathered at once."""
         return len(self._units)
 
+    def allocate(self) -> None:
+        """Make the tensors that whole weights live in: made in an evaluation, they could not be trained."""
+        with torch.no_grad():
+            self._call_units(self._start, all_units=False)  # tells torch which unit is the root
+        for unit in self._units:
+            unit.unshard()
+            unit.reshard()
+
     def begin(self) -> None:
         """Get ready for the chunks of a step; the parameters hold no gradient."""
         self._root.set_requires_gradient_sync(self.mode == "sharded")
+        self._root.set_is_last_backward(is_last_backward=False)
         if self.mode == "fast":
             # Before the chunks rather than in the first of them: all ranks gather alike, whatever they encode.
             self.reshard()
             for unit in self._units:
                 unit.unshard()
 
+    def backward(self, z_RE: Tensor, u_RE: Tensor) -> None:
+        """Backward an encoder call from the gradient of its embeddings.
+
+        A backward that fails leaves torch's notes on it open, and there is no public call to clear them. They belong to
+        the outermost backward, so the call's runs within one that always ends well.
+        """
+        if self.needs_equal_calls:  # a failure ends the run: the other ranks are in a collective
+            torch.autograd.backward(z_RE, u_RE)
+            return
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                torch.autograd.backward(z_RE, u_RE)
+            except Exception as error:  # noqa: BLE001 - it is raised below
+                errors.append(error)
+
+        outer = _InBackward.apply(self._start.clone().requires_grad_(), run)
+        self._call_units(outer, all_units=False).backward()
+        if errors:
+            raise errors.pop()  # which leaves no cycle that would keep the tensors of its traceback
+
     def finish(self) -> None:
         """Add up the gradients of all ranks; those of the shards are in `.grad` of `parameters`."""
         self._root.set_requires_gradient_sync(requires_gradient_sync=True)
-        if self.mode == "fast":
-            # A rank whose rows need no gradient ran no backward that would have told its units to reduce.
-            for group in self._groups():
-                group._post_backward_pending = True
-        self._root.finalize_backward()
+        self._root.set_is_last_backward(is_last_backward=True)
+        self._call_units(self._start.clone().requires_grad_(), all_units=self.mode == "fast").backward()
         self.reshard()
         self.ranks.sum_gradients(self._whole)
 
     def abandon(self) -> None:
         """Drop everything that the chunks of a failed attempt left, on all ranks alike."""
-        self._root.reset_iter_state()
-        for parameter in self._whole:
+        self.finish()  # gradients of chunks lie where only a reduction reaches them
+        for parameter in self.parameters:
             parameter.grad = None
 
     def reshard(self) -> None:
         """Free whole weights, so that the encoder's parameters are the shards."""
         reshard(self.encoder)
 
-    def _groups(self) -> Iterator[Any]:
-        for unit in self._units:
-            yield from unit._get_fsdp_state()._fsdp_param_groups
+    def _call_units(self, x: Tensor, *, all_units: bool) -> Tensor:
+        """Call the root, or all units, with forwards that return a scalar as it came.
+
+        Args:
+            all_units: Whether the blocks are called too and every weight gets a gradient of zero, a unit's at a time.
+        """
+        root, blocks = self._units[0], self._units[1:] if all_units else []
+        in_blocks = {module for block in blocks for module in cast("nn.Module", block).modules()}
+
+        def pass_on(unit: Any) -> Callable[[Tensor], Tensor]:
+            def forward(x: Tensor) -> Tensor:
+                for block in blocks if unit is root else []:
+                    x = nn.Module.__call__(cast("nn.Module", block), x)  # a layer may checkpoint in its own __call__
+                own = (each for each in unit.modules() if unit is not root or each not in in_blocks)
+                for weight in (
+                    (each for module in own for each in module.parameters(recurse=False)) if all_units else ()
+                ):
+                    if weight.requires_grad:
+                        x = x + weight.flatten()[:0].sum()
+                return x
+
+            return forward
+
+        with ExitStack() as stack:
+            for unit in (root, *blocks):
+                stack.enter_context(_replaced_forward(cast("nn.Module", unit), pass_on(unit)))
+            # A compiled layer would compile this forward, which runs once a step.
+            is_compiled = "torch._dynamo" in sys.modules
+            stack.enter_context(torch.compiler.set_stance("force_eager") if is_compiled else nullcontext())
+            return cast("Tensor", nn.Module.__call__(self.encoder, x))
+
+
+class _InBackward(torch.autograd.Function):
+    """An action that runs in the backward of a tensor that it passes on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, action: Callable[[], None]) -> Tensor:
+        ctx.action = action
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.action()
+        return gradients[0], None
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Give a module another forward within the block."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 def shard_encoder(
@@ -127,14 +212,8 @@ def shard_encoder(
         compute_dtype: Type that the matrices of blocks are gathered in; None is their own.
 
     Raises:
-        MachineError: torch is too old, the number of ranks isn't a multiple of the factor, or gradients would be lost
-            in rounding.
+        MachineError: The number of ranks isn't a multiple of the factor, or gradients would be lost in rounding.
     """
-    if not hasattr(FSDPModule, "finalize_backward"):
-        raise MachineError(
-            f"sharding needs torch {LEAST_TORCH} or newer, and this is {torch.__version__}: "
-            f"pip install --upgrade torch, or set use_fsdp: false"
-        )
     if ranks.is_one or ranks.group is not None:
         raise ValueError("an encoder is sharded over the default process group")
     assert way.mode is not None
@@ -159,12 +238,12 @@ def shard_encoder(
     root = fully_shard(
         encoder,
         **settings,
-        mp_policy=replace(precision, param_dtype=None, param_dtype_override_fn=None),
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False),
         reshard_after_forward=False if way.mode == "fast" else None,
     )
-    handle = ShardedEncoder(encoder, way.mode, ranks)
     _configure(root, way.mode)
-    _allocate(root)
+    handle = ShardedEncoder(encoder, way.mode, ranks, device)
+    handle.allocate()
     return handle
 
 
@@ -180,22 +259,11 @@ def _refuse_narrow_sums(encoder: nn.Module) -> None:
 
 
 def _configure(root: FSDPModule, mode: ShardingMode) -> None:
-    root.set_manual_backward_finalization(enabled=True)
     root.set_reshard_after_backward(reshard_after_backward=mode != "fast")
-    root.set_reduce_scatter_unused_params(True)
     for unit in cast("nn.Module", root).modules():
         if isinstance(unit, FSDPModule):  # neither of these two recurses
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(enable=True)
-
-
-def _allocate(root: FSDPModule) -> None:
-    """Make the tensors that whole weights live in: made in an evaluation, they could not be trained."""
-    root._get_fsdp_state()._lazy_init()
-    for unit in cast("nn.Module", root).modules():
-        if isinstance(unit, FSDPModule):
-            unit.unshard()
-            unit.reshard()
 
 
 def transformer_blocks(encoder: nn.Module) -> list[nn.Module]:
@@ -241,8 +309,9 @@ def _mesh(device: torch.device, factor: int, world: int) -> DeviceMesh:
     everyone = dist.group.WORLD
     assert everyone is not None, "the processes have met"
     timeout = everyone._get_backend(device).options._timeout  # which new groups don't take over
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.11's name of it
     for group in mesh.get_all_groups():
-        dist.set_timeout(timeout, group)
+        set_timeout(timeout, group)
     return mesh
 
 
@@ -251,17 +320,17 @@ def _precision(encoder: nn.Module, compute_dtype: torch.dtype | None) -> MixedPr
 
     Norms and biases keep their own type, and so does all that the blocks leave over, embeddings above all: autocast
     wouldn't round them either, and the residual stream stays in float32. Inputs are not cast, as autocast sees to that.
+    A torch that has one type for all weights of a block gathers them in their own.
     """
     widest = torch.float32
     for parameter in encoder.parameters():
         if parameter.requires_grad:
             widest = torch.promote_types(widest, parameter.dtype)
-    return MixedPrecisionPolicy(
-        param_dtype=compute_dtype,
-        reduce_dtype=widest,
-        cast_forward_inputs=False,
-        param_dtype_override_fn=lambda parameter: parameter.dtype if parameter.ndim < 2 else None,
-    )
+    narrowing: dict[str, Any] = {}
+    if gathers_narrow():
+        narrowing["param_dtype"] = compute_dtype
+        narrowing["param_dtype_override_fn"] = lambda parameter: parameter.dtype if parameter.ndim < 2 else None
+    return MixedPrecisionPolicy(reduce_dtype=widest, cast_forward_inputs=False, **narrowing)
 
 
 def _offload(device: torch.device, way: Way) -> OffloadPolicy:

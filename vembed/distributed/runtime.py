@@ -21,7 +21,7 @@ from accelerate.utils import check_cuda_p2p_ib_support
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.torch_version import TorchVersion
 
-from vembed.distributed.devices import has_virtual_memory, num_devices, processes_to_start
+from vembed.distributed.devices import gathers_narrow, has_virtual_memory, num_devices, processes_to_start
 from vembed.distributed.process_env import ProcessEnv, process_env
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.watchdog import STORE_SECONDS, Watchdog
@@ -247,12 +247,27 @@ def describe_machine(device: torch.device, *, num_processes: int = 1) -> Machine
     if device.type == "cpu":
         threads = min(torch.get_num_threads(), cores)
         memory_bytes = cpu_memory_bytes() // num_processes
-        return Machine("cpu", "the CPU", memory_bytes, cores, fast_bf16=False, num_busy_cores=threads)
+        return Machine(
+            "cpu",
+            "the CPU",
+            memory_bytes,
+            cores,
+            fast_bf16=False,
+            num_busy_cores=threads,
+            narrow_gathers=gathers_narrow(),
+        )
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         free_bytes, all_bytes = torch.cuda.mem_get_info(device)
         own_bytes = torch.cuda.memory_reserved(device) + CONTEXT_BYTES  # which the plan's reserve counts
         taken = max(0, all_bytes - free_bytes - own_bytes)  # by the display, say
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return Machine("cuda", properties.name, all_bytes - taken, cores, fast_bf16=has_bf16, taken_bytes=taken)
+        return Machine(
+            "cuda",
+            properties.name,
+            all_bytes - taken,
+            cores,
+            fast_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+            taken_bytes=taken,
+            narrow_gathers=gathers_narrow(),
+        )
     return Machine(device.type, device.type, cpu_memory_bytes() // num_processes, cores, fast_bf16=False)

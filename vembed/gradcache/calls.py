@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.batch import Features
+    from vembed.distributed.fsdp import ShardedEncoder
     from vembed.distributed.ranks import Ranks
 
 
@@ -208,7 +209,7 @@ class Passes:
 
     Args:
         replay_rng: Whether pass 2 replays the random state; False only serves to show that the drift monitor works.
-        is_sharded: Whether the weights are: their units reduce gradients before a shared copy would have its own.
+        sharded: The handle of a sharded encoder, whose units reduce gradients before a shared copy would have its own.
 
     Attributes:
         running: The call that is running, for a thread that looks on; None between the passes.
@@ -220,12 +221,13 @@ class Passes:
         autocast_dtype: torch.dtype | None = None,
         *,
         replay_rng: bool = True,
-        is_sharded: bool = False,
+        sharded: ShardedEncoder | None = None,
     ) -> None:
         self.device = device
         self.autocast_dtype = autocast_dtype
         self.replay_rng = replay_rng
-        self.is_sharded = is_sharded
+        self.is_sharded = sharded is not None
+        self._backward = torch.autograd.backward if sharded is None else sharded.backward
         self.running: CallProgress | None = None
         self._transfer = Transfer(device)
 
@@ -294,7 +296,7 @@ class Passes:
             self.running = next(announced)
             graph, call.graph = call.graph, None
             assert graph is not None
-            torch.autograd.backward(graph, call.gradient(u_VE, graph))
+            self._backward(graph, call.gradient(u_VE, graph))
             del graph
         for call, inputs in self._transfer.ahead(replayed, _inputs):
             assert call.rng is not None
@@ -303,7 +305,7 @@ class Passes:
                 z = self._encode(call, inputs)
             if not call.is_spare:
                 worst = torch.maximum(worst, (call.kept(z.detach()) - z_VE[call.places]).abs().max())
-            torch.autograd.backward(z, call.gradient(u_VE, z))
+            self._backward(z, call.gradient(u_VE, z))
             del z, inputs
         self.running = None
         return worst

@@ -130,9 +130,7 @@ class GradCacheEngine:
         self._gradients: Gradients = (
             ReplicatedGradients(parameters, options.ranks) if sharded is None else ShardedGradients(sharded)
         )
-        self.passes = Passes(
-            options.device, options.autocast_dtype, replay_rng=options.replay_rng, is_sharded=sharded is not None
-        )
+        self.passes = Passes(options.device, options.autocast_dtype, replay_rng=options.replay_rng, sharded=sharded)
         self._loss_stage = LossStage(loss, options.ranks, tf32=options.loss_tf32)
         self.stopwatch = Stopwatch(options.device)
 

@@ -98,7 +98,8 @@ class ShardedGradients:
     def abandon(self) -> None:
         """Let go of the weights and gradients that the attempt left."""
         assert self._held is not None
-        self._encoder.abandon()
+        with self._explained("clears the gradients of a failed attempt"):
+            self._encoder.abandon()
         self._held.put_back()
 
     @contextmanager

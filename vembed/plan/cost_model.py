@@ -162,7 +162,8 @@ def _states(problem: PlanningProblem, way: Way, model: ModelSize) -> _States:
     shard, optimizer = weights // factor, ADAM_STATES * trained // factor
     summed = model.num_trainable * max(GRADIENT_BYTES, value)
     block, outside = max(tower.largest_block for tower in model.towers), model.outside_blocks
-    whole, gathered = _whole_bytes(problem, model), outside * model.bytes_per_value + 2 * block * problem.compute_bytes
+    whole = _whole_bytes(problem, model)
+    gathered = outside * model.bytes_per_value + 2 * block * problem.gather_bytes(model)
     passing = gathered + min(block + outside, model.num_trainable) * GRADIENT_BYTES
     device = {
         "fast": _States(whole, summed, optimizer, sharding=shard + summed // factor),
@@ -181,7 +182,7 @@ def _states(problem: PlanningProblem, way: Way, model: ModelSize) -> _States:
 def _whole_bytes(problem: PlanningProblem, model: ModelSize) -> int:
     """Return the bytes of weights that are gathered: blocks in the type of the products, the rest in their own."""
     outside = model.outside_blocks
-    return (model.num_parameters - outside) * problem.compute_bytes + outside * model.bytes_per_value
+    return (model.num_parameters - outside) * problem.gather_bytes(model) + outside * model.bytes_per_value
 
 
 def _compute_seconds(problem: PlanningProblem, way: Way | None, model: ModelSize, *, kept: float) -> float:
@@ -233,7 +234,7 @@ def _gathered_weights(problem: PlanningProblem, way: Way, model: ModelSize, chun
     for tower in model.towers:
         calls = num_calls(problem.tower_rows(tower), tower.max_tokens or 1, chunks.tokens, chunks.rows)
         passes = 3 - chunks.kept_share if tower.num_trainable else 1
-        total += calls * passes * tower.num_parameters * problem.compute_bytes
+        total += calls * passes * tower.num_parameters * problem.gather_bytes(model)
     return total
 
 

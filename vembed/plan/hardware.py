@@ -23,6 +23,7 @@ class Machine:
     num_cores: int  # that this process may use
     fast_bf16: bool  # whether bfloat16 saves time
     taken_bytes: int = 0  # of the accelerator's memory, by other programs: `memory_bytes` leaves it out
+    narrow_gathers: bool = True  # whether shards of float32 are gathered in half precision where products take it
     num_busy_cores: int = 1  # by training itself: on a CPU its threads, else the core that feeds the device
 
 

@@ -104,6 +104,10 @@ class PlanningProblem:
         """Bytes of a value that the encoder computes with."""
         return min(VALUE_BYTES[self.dtype], self.model.bytes_per_value)
 
+    def gather_bytes(self, model: ModelSize) -> int:
+        """Return the bytes of a gathered weight of a block; frozen ones below adapters are held in half precision."""
+        return self.compute_bytes if self.machine.narrow_gathers or model.narrowed else model.bytes_per_value
+
     @property
     def peak_operations(self) -> float:
         """Operations a second of one device at its peak, in the type that the encoder computes with."""
@@ -113,7 +117,7 @@ class PlanningProblem:
     def sized(self, way: Way) -> ModelSize:
         """Return the size of what is trained that way; where only LoRA's size is known it is the model's own."""
         model = self.model.adapted or self.model if way.use_lora else self.model
-        if way.mode is None or self.compute_bytes == model.bytes_per_value:
+        if way.mode is None or self.gather_bytes(model) == model.bytes_per_value:
             return model
         return replace(model, towers=tuple(tower.sharded(self.compute_bytes) for tower in model.towers))
 

@@ -17,16 +17,12 @@ from transformers import (
     Gemma3TextModel,
     GPT2Config,
     GPT2Model,
-    GteConfig,
-    GteModel,
     LlamaConfig,
     LlamaModel,
     MistralConfig,
     MistralModel,
     ModernBertConfig,
     ModernBertModel,
-    NomicBertConfig,
-    NomicBertModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3Model,
@@ -135,10 +131,14 @@ def _xlm_roberta() -> tuple[Any, Any]:
 
 
 def _nomic_bert() -> tuple[Any, Any]:
+    from transformers import NomicBertConfig, NomicBertModel  # not in the oldest transformers that we take
+
     return NomicBertModel(NomicBertConfig(**_WORDPIECE_SHAPE)), wordpiece_tokenizer()
 
 
 def _gte() -> tuple[Any, Any]:
+    from transformers import GteConfig, GteModel  # likewise
+
     config = GteConfig(**_BYTE_SHAPE, max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0)
     return GteModel(config), byte_tokenizer(start=True, end=True)
 

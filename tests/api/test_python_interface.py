@@ -133,17 +133,18 @@ def test_errors_are_those_of_the_command_line(
         vembed.train({"model_name": "builtin:ngram-bag"}, **changes)
     code = train_command.main(["--config_override", "model_name=builtin:ngram-bag", *words, "--validate"])
     assert code == caught.value.exit_code == 2
-    assert str(caught.value) == capsys.readouterr().err.removeprefix("error: ").rstrip("\n")
+    told = capsys.readouterr().err.removeprefix("error: ").rstrip("\n")
+    assert str(caught.value) == told.replace("override ", "argument ")
 
 
 def test_values_that_no_file_could_hold_are_refused_by_name() -> None:
-    with pytest.raises(vembed.ConfigError, match=r"override seed=.*a Tensor is no setting"):
+    with pytest.raises(vembed.ConfigError, match=r"argument seed=.*a Tensor is no setting"):
         vembed.train({"model_name": "m"}, seed=torch.tensor(1))
     with pytest.raises(vembed.ConfigError, match=r"configuration: column_mapping: .*no setting"):
         vembed.train({"model_name": "m", "column_mapping": {"a": {1, 2}}})
     with pytest.raises(vembed.ConfigError, match="no such file"):
         vembed.train("nowhere.yaml")
-    with pytest.raises(vembed.DataError, match="data_path is not set"):
+    with pytest.raises(vembed.DataError, match="data is missing"):
         vembed.train({"model_name": "builtin:ngram-bag"})
 
 

@@ -109,7 +109,7 @@ def test_what_is_said_twice_or_wrong_is_refused_before_anything_is_written(
         vembed.train(**keys, data=[{"path": str(tmp_path / "lies/nowhere.jsonl"), "weight": 2.0}])
     with pytest.raises(vembed.DataError, match="lies/nowhere"):
         vembed.train(**keys, data="builtin:stdlib-code", test_data=[tmp_path / "lies/nowhere.jsonl"])
-    with pytest.raises(TypeError, match="data is a int"):
+    with pytest.raises(TypeError, match="data is of type int, which is not rows"):
         vembed.train(**keys, data=5)
     assert not (tmp_path / "out").exists()
 

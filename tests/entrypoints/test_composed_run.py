@@ -176,7 +176,7 @@ def test_the_tower_that_no_data_reach_is_told(keys: dict[str, Any], tmp_path: Pa
         "max_steps": 2,
         "save_steps": None,
     }
-    outcome = run_keys(tmp_path, {key: value for key, value in own.items() if value is not None}, "--plan")
+    outcome = run_keys(tmp_path, {key: value for key, value in own.items() if value is not None}, "--plan", "--details")
     assert outcome.code == 0, outcome.err
     assert outcome.flat.count("stays as it was loaded") == 1
     said = outcome.flat.partition("the text tower (")[2]

@@ -74,7 +74,7 @@ def test_a_format_that_is_unknown_or_that_the_name_contradicts_is_refused(
     for name, form, message in (
         ("v.parquet", "Parquet", "the format 'Parquet' is unknown; choose one of index, parquet, lancedb"),
         ("vectors", "parquet", r"a Parquet file's name ends in \.parquet"),
-        ("v.parquet", "index", r"v\.parquet names a Parquet file; leave --format out"),
+        ("v.parquet", "index", r"v\.parquet names a Parquet file; leave format out"),
     ):
         with pytest.raises(vembed.ConfigError, match=message):
             vembed.build_index(bag, corpus, tmp_path / name, format=form)  # type: ignore[arg-type]
@@ -101,9 +101,7 @@ def test_an_index_of_more_clusters_than_documents_is_refused_before_encoding(
     bag: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(build, "_write_vectors", None)
-    with pytest.raises(
-        vembed.ConfigError, match=r"--index IVF8,Flat is trained on at least 8 documents, and .* has 4;"
-    ):
+    with pytest.raises(vembed.ConfigError, match=r"index IVF8,Flat is trained on at least 8 documents, and .* has 4;"):
         vembed.build_index(bag, corpus, tmp_path / name, index="IVF8,Flat")
     assert not list(tmp_path.iterdir())
 

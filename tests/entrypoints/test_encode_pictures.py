@@ -126,7 +126,7 @@ def test_a_text_column_that_is_named_leaves_the_pictures_alone(clip: Path, balls
     assert meta.num_pictures == 0
     meta = vembed.build_index(clip, data, tmp_path / "pictures", image_column="image", image_root=balls)
     assert meta.num_pictures == 4
-    with pytest.raises(vembed.DataError, match=r"no column 'picture'.*--image-column"):
+    with pytest.raises(vembed.DataError, match=r"no column 'picture'.*image_column"):
         vembed.build_index(clip, data, tmp_path / "none", image_column="picture", image_root=balls)
 
 

@@ -36,7 +36,7 @@ def test_what_ray_cannot_do_is_refused(
         patch.setitem(sys.modules, "ray", None)
         missing = call(*words, "--ray")
     assert (missing.code, 'pip install "vembed[ray]"' in missing.err) == (2, True)
-    with pytest.raises(ConfigError, match=r"--ray encodes texts, and .* has 4 pictures"):
+    with pytest.raises(ConfigError, match=r"ray encodes texts, and .* has 4 pictures"):
         vembed.build_index(clip, balls, tmp_path / "pictures", ray="")
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 

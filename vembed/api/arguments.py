@@ -17,7 +17,7 @@ from vembed.errors import VembedError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vembed.data.images import ImageLimits
+    from vembed.batch import ImageLimits
     from vembed.data.python_rows import RowsInput
 
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")

@@ -150,12 +150,22 @@ def build_index(
         VembedError: The corpus, the model or the folder can't be used.
     """
     refuse_unknown(options, IndexOptions, "build_index")
+    with errors_name_arguments(options={*IndexOptions.__annotations__, "output"}):
+        return index_corpus(model, data, output, **options)
+
+
+def index_corpus(
+    model: EmbeddingModel | str | Path,
+    data: RowsInput | str | Path,
+    output: str | Path,
+    **options: Unpack[IndexOptions],
+) -> IndexMeta:
+    """Do what `build_index` does, with errors that name the options of `vembed encode`."""
     side: Side = options.get("side", "document")
     checked_side(side)
     folder, ranks = home_path(output), options.get("ranks") or Ranks()
     limits = model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits()
     with ExitStack() as stack:
-        stack.enter_context(errors_name_arguments(options={*IndexOptions.__annotations__, "output"}))
         options["format"] = output_form(folder, options.get("format"))
         ranks.from_first(lambda: stack.enter_context(hold_output(folder, beside=True)))
         path = stack.enter_context(path_of(data, limits))
@@ -242,12 +252,13 @@ def open_index(
     """
     refuse_unknown(options, LoadOptions, "open_index")
     with errors_name_arguments(options=("model", "overwrite")):
-        return _open_index(home_path(folder), model, rescored, options)
+        return open_for_queries(home_path(folder), model, rescored, **options)
 
 
-def _open_index(
-    path: Path, model: EmbeddingModel | str | Path | None, rescored: int | None, options: LoadOptions
+def open_for_queries(
+    path: Path, model: EmbeddingModel | str | Path | None, rescored: int | None, **options: Unpack[LoadOptions]
 ) -> Searcher:
+    """Do what `open_index` does, with errors that name the options of `vembed search`."""
     if rescored is not None and rescored < 0:
         raise ConfigError(f"rescored is {rescored}; it is at least 0")
     index = SearchIndex(unpacked(path) if is_table(path) else path, rescored=rescored, place=path)

@@ -149,14 +149,14 @@ def _check_ray(parsed: argparse.Namespace) -> None:
 
 def _encode(parsed: argparse.Namespace, form: Format, ranks: Ranks, poll: Callable[[], None]) -> None:
     from vembed.api.model import load
-    from vembed.api.retrieval import build_index
+    from vembed.api.retrieval import index_corpus
     from vembed.pages.text import bytes_text
 
     options = load_options(parsed)
     if parsed.ray is not None:
         options["device"] = "cpu"  # the workers encode, and may need the whole GPU
     model = load(parsed.model, **options)
-    meta = build_index(
+    meta = index_corpus(
         model,
         parsed.data,
         parsed.output,

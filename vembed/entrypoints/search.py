@@ -79,10 +79,10 @@ def _run(parsed: argparse.Namespace) -> int:
 
     if not is_table(home_path(parsed.index)):
         read_meta(home_path(parsed.index))  # a missing index is said before a model is loaded
-    from vembed.api.retrieval import open_index
+    from vembed.api.retrieval import open_for_queries
 
     quiet_libraries()
-    searcher = open_index(parsed.index, model=parsed.model, rescored=parsed.rescore, **load_options(parsed))
+    searcher = open_for_queries(home_path(parsed.index), parsed.model, parsed.rescore, **load_options(parsed))
     if parsed.serve:
         return _serve(searcher, 8000 if parsed.port is None else parsed.port)
     _refuse_without_tower(searcher, parsed)

@@ -17,8 +17,8 @@ from vembed.data.corpus import Corpus
 from vembed.data.sources import refuse_by_first_rows, refuse_missing
 from vembed.errors import ConfigError, VembedError
 from vembed.files import home_path, is_file, is_folder, listed_paths
-from vembed.models.keys import PAIR_SIGN, model_names, renamed
-from vembed.models.names import MODEL_FOLDER, locate
+from vembed.models.keys import model_names, renamed
+from vembed.models.names import MODEL_FOLDER, PAIR_SIGN, locate
 from vembed.training.inputs import all_sources
 from vembed.training.output import OutputFolder
 from vembed.training.trackers.registry import refuse_missing_packages

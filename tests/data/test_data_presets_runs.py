@@ -111,7 +111,7 @@ def test_a_published_set_trains_a_step_in_its_own_mode_alone(tmp_path: Path, nam
     dry_run(tmp_path, f"{name}:{folder}", retrieval_mode=MODES[name])
     with pytest.raises(DataError, match=f"set retrieval_mode to {MODES[name]}"):
         dry_run(tmp_path, f"{name}:{folder}", retrieval_mode="t2t")
-    with pytest.raises(DataError, match="builtin:ngram-bag takes text, and"):
+    with pytest.raises(DataError, match="builtin:ngram-bag reads texts, and"):
         dry_run(tmp_path, f"{name}:{folder}", model_name="builtin:ngram-bag")
 
 
@@ -199,5 +199,5 @@ def test_the_fingerprint_of_a_run_is_of_both_parts(tmp_path: Path) -> None:
 def test_composed_rows_train_a_step_and_need_a_model_of_two_towers(tmp_path: Path) -> None:
     path = write_rows(tmp_path)
     dry_run(tmp_path, str(path), retrieval_mode="m2i", image_augmentation="light")
-    with pytest.raises(DataError, match="takes text, and"):
+    with pytest.raises(DataError, match="reads texts, and"):
         dry_run(tmp_path, str(path), model_name="builtin:ngram-bag")

@@ -28,9 +28,9 @@ def plan_of(rank: int, memory_bytes: list[int]) -> dict[str, Any]:
     taken = max(memory_bytes) - memory_bytes[rank]
     machine = Machine("cuda", f"GPU {rank}", memory_bytes[rank], 1 + rank, fast_bf16=rank == 0, taken_bytes=taken)
     runtime = Runtime(torch.device("cpu"), machine, Ranks(rank, len(memory_bytes)), rank, len(memory_bytes))
-    items = SimpleNamespace(num_pictures=0, has_pictures=False, has_texts=True)
+    items = SimpleNamespace(num_pictures=0, has_pictures=False, has_texts=True, modalities={"text"})
     counts = SimpleNamespace(num_records=50_000, num_documents=50_000, items=items)
-    data = SimpleNamespace(counts=counts, notes=(), test=None, dev=None)
+    data = SimpleNamespace(counts=counts, notes=(), test=None, dev=None, further=(), sources=("rows.jsonl",))
     return build_plan(config, runtime, cast("Any", data)).to_json()
 
 

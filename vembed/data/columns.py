@@ -258,7 +258,7 @@ class ColumnResolver:
         mapping = near
         if len(near) < len(lacking) and len(unnamed) <= MOST_BLANKS:
             mapping = {name: near.get(name, "____") for name in unnamed}
-        entries = f"column_mapping: {{{', '.join(f'{name}: {target}' for name, target in mapping.items())}}}"
+        entries = f"column_mapping: {{{', '.join(f'{cut(name)}: {target}' for name, target in mapping.items())}}}"
         picture = f", nor {_PICTURE_OF[column]}" if column in _PICTURE_OF else ""
         others = f" (nor any of {', '.join(aliases[column])}{picture})" if aliases[column] else ""
         reason = f"missing{others}{''.join(f', and so is {other!r}' for other in lacking[1:])}"

@@ -53,7 +53,7 @@ def explain(
     noted: list[str] = []
     shown = 0
     room = max(4, SCREEN_LINES - len(lines) - 1)
-    for note in plan.notes:
+    for note in sorted(plan.notes, key=lambda note: "no effect" not in note):  # what the user asked for in vain first
         block = _wrapped(f"{INDENT}{'' if noted else 'note':<{width}}  ", note, hanging=2)
         if len(noted) + len(block) > room:
             break

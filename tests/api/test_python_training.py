@@ -52,7 +52,7 @@ def test_rows_in_memory_train_and_resume_as_a_file_of_the_same_rows(keys: dict[s
     weights.unlink()
     vembed.train(**keys, data=(row for row in ROWS[:48]), test_data=ROWS[48:])
     assert weights.read_bytes() == first, "the same rows continue the same run"
-    with pytest.raises(vembed.ConfigError, match=r"data_path: .*/rows/data-\w{16}.jsonl' in the checkpoint"):
+    with pytest.raises(vembed.ConfigError, match=r"data: '.*/rows/data-\w{16}.jsonl' in the checkpoint"):
         vembed.train(**keys, data=ROWS[:40], test_data=ROWS[48:])
     again = keys | {"resume": "never", "overwrite_output_dir": True, "max_steps": 1}
     vembed.train(**again, data=ROWS[:40], test_data=ROWS[48:])

@@ -17,6 +17,9 @@ from vembed.entrypoints import encode, search
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "python.md"
 COLOURS = ("red", "blue", "green", "white", "black", "brown", "grey", "pink")
+EXTRA_OF = {"runs/lance": "lancedb", "--ray": "ray"}
+"""What a command says -> the optional package that it needs."""
+
 THINGS = ("fox", "tree", "car", "lamp", "river", "stone", "bird", "house")
 
 
@@ -47,8 +50,8 @@ def test_every_example_runs(
     promised = re.findall(r"print\(error\)  # (.*)", DOCUMENT.read_text("utf-8"))
     assert promised == [out.splitlines()[-1]]
     for words in re.findall(r"^vembed ((?:encode|search) .*)", DOCUMENT.read_text("utf-8"), flags=re.MULTILINE):
-        needs_more = "runs/lance" in words and importlib.util.find_spec("lancedb") is None  # the extra vembed[lancedb]
-        if "--serve" not in words and not needs_more:
+        extras = [package for sign, package in EXTRA_OF.items() if sign in words]
+        if "--serve" not in words and all(map(importlib.util.find_spec, extras)):
             run_again(shlex.split(words, comments=True))
     assert re.search(r"^ 1 .*  red\.png$", capsys.readouterr().out, flags=re.MULTILINE)
 

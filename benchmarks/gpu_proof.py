@@ -59,11 +59,18 @@ _PLAN = (*_MODEL, "accelerate", "pydantic", "PIL", "peft")
 _RUN = (*_PLAN, "yaml", "pyarrow", "datasets", "faiss", "pytrec_eval", "bm25s", "jinja2", "matplotlib")
 
 
-def _sweep(group: str, family: str, name: str, seconds: int, **options: bool) -> Step:
-    ways = " and ".join(options)
+def _sweep(  # `compile` is the option's own name
+    group: str,
+    family: str,
+    name: str,
+    seconds: int,
+    packing: bool = False,
+    compile: bool = False,  # noqa: A002
+) -> Step:
+    ways = " and ".join(["packing"] * packing + ["compile"] * compile)
     needs = (*_MODEL, "pydantic", "PIL") if family == "clip" else _MODEL
     title = f"sweep {name}{', ' if ways else ''}{ways}"
-    return Step(group, title, partial(proof_engine.sweep, family, **options), seconds, needs)
+    return Step(group, title, partial(proof_engine.sweep, family, packing=packing, compile=compile), seconds, needs)
 
 
 STEPS: tuple[Step, ...] = (
@@ -273,8 +280,9 @@ def rows_of(step: Step, setting: Setting) -> Iterator[Row]:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is this step's row
         traceback.print_exc()
         busy = _taken_by_others(error, setting.device)
-        state: State = "skipped" if busy else "FAILED"
-        yield Row(step.name, "", state, {}, busy or _words_of(error), time.monotonic() - started)
+        yield Row(
+            step.name, "", "skipped" if busy else "FAILED", {}, busy or _words_of(error), time.monotonic() - started
+        )
     _give_memory_back(setting.device)
 
 

@@ -87,8 +87,8 @@ def texts(setting: Setting) -> Iterator[Finding]:
     )
     engine.step(*batches[0])
     started = time.perf_counter()
-    for batch in batches:
-        engine.step(*batch)
+    for ready in batches:
+        engine.step(*ready)
     step_seconds = (time.perf_counter() - started) / steps
     figures = {"loader_seconds": loader_seconds, "step_seconds": step_seconds, "workers": num_workers}
     yield Finding("each alone, for a batch", figures)
@@ -99,7 +99,7 @@ def texts(setting: Setting) -> Iterator[Finding]:
         started = time.perf_counter()
         for step in range(1, steps):
             asked = time.perf_counter()
-            batch = loader.batch(step)
+            batch: Any = loader.batch(step)
             waited += time.perf_counter() - asked
             engine.step(*batch)
     total = time.perf_counter() - started

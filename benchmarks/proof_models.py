@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def text_encoder(shape: dict[str, Any], device: str, dtype: str = "float32", tok
         tokenizer: None where all texts are token ids already.
     """
     import torch
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedModel
 
     from vembed.models.files import DTYPES, prepare_backbone, tokenizer_facts
     from vembed.models.formats import TextSpec
@@ -72,7 +72,8 @@ def text_encoder(shape: dict[str, Any], device: str, dtype: str = "float32", tok
     content = dict(shape)
     config = AutoConfig.for_model(content.pop("model_type"), **content)
     with torch.device(device):
-        backbone = family_of(config).auto_class.from_config(config, dtype=DTYPES[dtype])
+        # transformers gives from_config no annotations on its Auto classes
+        backbone: PreTrainedModel = cast("Any", family_of(config).auto_class).from_config(config, dtype=DTYPES[dtype])
     prepare_backbone(backbone)
     spec = TextSpec(("lasttoken",) if is_causal(config) else ("mean",), int(config.max_position_embeddings))
     return TextEncoder("proof", backbone=backbone, tokenizer=tokenizer or tokenizer_facts(spec.max_length), spec=spec)

@@ -144,8 +144,8 @@ def unpack_wheels(wheels: Path, site: Path) -> None:
     files = sorted(wheels.glob("*.whl"))
     if not files:
         sys.exit(f"--wheels {wheels}: no file there ends in .whl")
-    words = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", site, *files]
-    done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True, check=False)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
+    done = subprocess.run([*pip, "--target", str(site), *map(str, files)], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"--wheels {wheels}: {done.stderr.strip()}")
     sys.path.insert(0, str(site))

@@ -23,9 +23,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what is te
 
 
 SAMPLED_ROOMS = (
-    "checkpoint", "data", "distributed", "entrypoints", "evaluation", "gradcache", "losses", "models", "training"
+    "checkpoint", "data", "distributed", "encoders", "entrypoints", "evaluation", "gradcache", "losses", "models",
+    "training",
 )  # fmt: skip
-SAMPLED_CASES = 2
+SAMPLED_CASES = defaultdict(lambda: 2, encoders=5)  # of a promise that 14 entries of the registry keep, five entries
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,15 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run whole commands first, and leave most cases of the large tables to the slow tests.
 
     At the end only short tests are left to share out. Many tests go through tables of families, losses, settings or
-    broken inputs: of each table two rows, drawn by their names, are enough to see at once that something broke.
+    broken inputs: of each table a few rows, drawn by their names, are enough to see at once that something broke.
     """
     items.sort(key=lambda item: "entrypoints" not in item.path.parts)
     cases = defaultdict(list)
     for item in items:
         if item.path.parent.name in SAMPLED_ROOMS and item.get_closest_marker("slow") is None:
             cases[item.nodeid.partition("[")[0]].append(item)
-    for own in cases.values():
-        for item in sorted(own, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())[SAMPLED_CASES:]:
+    for table in cases.values():
+        drawn = SAMPLED_CASES[table[0].path.parent.name]
+        for item in sorted(table, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())[drawn:]:
             item.add_marker(pytest.mark.slow)
 
 

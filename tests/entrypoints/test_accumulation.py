@@ -85,6 +85,7 @@ def test_a_run_killed_behind_a_shorter_step_resumes_exactly(site: Site, tmp_path
     assert again.same_rows == whole.same_rows
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(site: Site, tmp_path: Path) -> None:
     keys = keys_of(site, tmp_path, batch_size=None, global_batch_size=8, gradient_accumulation_steps=3)
     one = run_keys(tmp_path / "1", keys)

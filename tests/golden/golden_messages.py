@@ -1,8 +1,8 @@
 """Wrong configurations, wrong data and wrong command lines, with everything that the program says about each.
 
-Run as a program (`python golden_messages.py TREE FOLDER quick|slow|plans`) it calls the doors of a tree one after
-another in one interpreter, `run.py` and `python -m vembed` as they stand there, and prints what each call printed and
-returned.
+Run as a program (`python golden_messages.py TREE FOLDER quick|slow|plans|mistakes`) it calls the doors of a tree one
+after another in one interpreter, `run.py` and `python -m vembed` as they stand there, and prints what each call printed
+and returned.
 """
 
 from __future__ import annotations
@@ -399,7 +399,14 @@ def plan_cases() -> list[Case]:
     return [*cases, Case(f"{cases[-1].name} as JSON", (*cases[-1].words, "--json"))]
 
 
-CASES = {"quick": quick_cases, "slow": slow_cases, "plans": plan_cases}
+def mistake_cases() -> list[Case]:
+    """Return the mistakes of newcomers, some of which train."""
+    from golden_mistakes import mistakes  # here, as it takes Case from this file
+
+    return [mistake.case for mistake in mistakes()]
+
+
+CASES = {"quick": quick_cases, "slow": slow_cases, "plans": plan_cases, "mistakes": mistake_cases}
 
 
 def _call(tree: Path, words: tuple[str, ...]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ TREE = HERE.parents[1]
 
 
 def messages(tree: Path, folder: Path, *, which: str) -> dict[str, Any]:
-    """Return what the program says about wrong configurations ("quick"), data and models ("slow"), or "plans".
+    """Return what the program says: wrong configurations ("quick"), data and models ("slow"), "plans", "mistakes".
 
     Of data and models only the lines that the first run that is fine doesn't print as well.
     """
@@ -65,6 +65,7 @@ def reference(tree: Path, folder: Path) -> dict[str, Any]:
 PARTS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "messages": lambda tree, folder: messages(tree, folder, which="quick"),
     "messages_of_data": lambda tree, folder: messages(tree, folder, which="slow"),
+    "mistakes": lambda tree, folder: messages(tree, folder, which="mistakes"),
     "reference": reference,
     **{f"run_{name}": lambda tree, folder, name=name: run(name, tree=tree, folder=folder) for name in RUNS},
     "plans": lambda tree, folder: messages(tree, folder, which="plans"),

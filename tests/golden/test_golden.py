@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import make
 import pytest
+from golden_mistakes import mistakes
 from golden_text import differences, page_lines, text_lines
 
 if TYPE_CHECKING:
@@ -28,6 +29,15 @@ def test_it_does_what_it_did(part: str, tmp_path: Path) -> None:
         pytest.skip(why_not)
     changes = make.compare(part, make.produce(part, folder=tmp_path.resolve()))
     assert not changes, "\n".join([f"python tests/golden/make.py {part} would freeze this change:", *changes])
+
+
+def test_mistakes_of_newcomers_are_answered_by_name_and_in_time() -> None:
+    _, answers = make.frozen("mistakes")
+    faults = {mistake.case.name: mistake.faults(answers[mistake.case.name]) for mistake in mistakes()}
+    assert len(faults) == 37
+    assert {name: found for name, found in faults.items() if found} == {}
+    silent = {"code": 0, "out": ["step 1/8  loss 2.1", "improved: ndcg@10 0.1 -> 1.0"]}
+    assert all(mistake.faults(silent) for mistake in mistakes())  # an answer without the cure has a fault
 
 
 def test_a_changed_message_number_or_hash_is_found() -> None:

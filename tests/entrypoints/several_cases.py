@@ -50,18 +50,23 @@ def accelerate(config: Path, *words: str, options: Sequence[str], folder: Path) 
     return Outcome.of(done.returncode, done.stdout, done.stderr, config.parent / "out")
 
 
-def run_ranks(config: Path, *words: str, count: int = 2) -> Outcome:
-    """Run a configuration in several processes, started as a launcher starts them; the output is that of the first."""
-    port, processes = free_port(), []
+def run_ranks(config: Path, *words: str, count: int = 2, machines: int = 1, **variables: str) -> Outcome:
+    """Run a configuration in several processes, started as a launcher starts them; the output is that of the first.
+
+    Args:
+        machines: Machines that the processes are told they run on, equally many on each.
+        variables: Further variables of their environment.
+    """
+    port, processes, on_each = free_port(), [], count // machines
     for rank in range(count):
-        told = ProcessEnv(rank, count, local_rank=rank, local_world_size=count, main_port=port)
+        told = ProcessEnv(rank, count, local_rank=rank % on_each, local_world_size=on_each, main_port=port)
         output, errors = (config.parent / f"rank-{rank}-{name}.txt" for name in ("output", "errors"))
         output.unlink(missing_ok=True)
         errors.unlink(missing_ok=True)
         processes.append(
             WarmProcess(
                 [str(TRAIN), str(config), *words], cwd=config.parent, output=output, errors=errors,
-                env=environment(**told.environment()),
+                env=environment(**told.environment(), **variables),
             )
         )  # fmt: skip
     try:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from command_cases import Site, assert_same_run, run_keys, run_process, steps_saved, write_config
 from safetensors.torch import load_file, save_file
+from several_cases import run_ranks
 
 from vembed.errors import PreemptedError
 from vembed.gradcache.engine import GradCacheEngine
@@ -144,6 +147,25 @@ def test_a_dry_run_asks_about_one_batch_and_leaves_nothing(site: Site, tmp_path:
     assert done.code == 0, done.err
     assert "dry run: one step of 16 queries" in done.out + done.err
     assert not done.folder.exists()
+
+
+@pytest.mark.slow
+def test_a_dry_run_on_two_machines_shares_answers_beside_the_output_folder(site: Site, tmp_path: Path) -> None:
+    """Temporary folders are each machine's own, so what all ranks read lies where the output will, and goes again."""
+    keys = {**taught(site), "loss_type": "infonce", "false_negative_filter": "teacher", "plugins": []}
+    config, temporary = write_config(tmp_path / "run", keys), tmp_path / "temporary"
+    temporary.mkdir()
+    seen: set[Path] = set()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_ranks, config, "--dry-run", machines=2, TMPDIR=str(temporary))
+        while not running.done():  # about ten looks in the half second that the folder is there
+            seen.update(folder.parent for folder in tmp_path.rglob(".dry-run-*"))
+            time.sleep(0.02)
+    done = running.result()
+    assert done.code == 0, done.err
+    assert "dry run: one step of 32 queries" in done.out + done.err
+    assert seen == {config.parent}
+    assert not list(tmp_path.rglob(".dry-run-*"))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ PROGRAM = """
 import json, sys, time
 import vembed.entrypoints.train, vembed.training.loop
 from vembed.config.load import load_config
-from vembed.training.wiring.data import load_data
+from vembed.training.data import load_data
 config = load_config(None, ["model_name=builtin:ngram-bag", "data_path=" + sys.argv[1]]).config
 wall, cpu = time.perf_counter(), time.process_time()
 load_data(config)

@@ -83,7 +83,7 @@ def build_workload(arguments: argparse.Namespace, lengths: str, *, dropout: floa
 
 def _planned_retention(model: str, num_pairs: int, *, bf16: bool) -> int | None:
     from vembed.config.schema import Config
-    from vembed.training.wiring.planning import plan_elsewhere
+    from vembed.training.planning import plan_elsewhere
 
     config = Config(model_name=model, batch_size=num_pairs, bf16=bf16)
     return plan_elsewhere(config, None, shape=None, num_records=num_pairs).chunks.retain_tokens

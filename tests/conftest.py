@@ -24,7 +24,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what is te
 
 SAMPLED_ROOMS = (
     "checkpoint", "data", "distributed", "encoders", "entrypoints", "evaluation", "gradcache", "losses", "models",
-    "training",
+    "training", "vectors",
 )  # fmt: skip
 SAMPLED_CASES = defaultdict(lambda: 2, encoders=5)  # of a promise that 14 entries of the registry keep, five entries
 

@@ -12,7 +12,7 @@ from vembed.data.arrangements import ByClass, Contents, WithoutRepeats
 from vembed.data.sampler import GlobalSampler
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError
-from vembed.training.wiring.data import build_sampler
+from vembed.training.data import build_sampler
 
 if TYPE_CHECKING:
     from vembed.data.table import RecordTable

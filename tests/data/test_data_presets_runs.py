@@ -12,10 +12,10 @@ from preset_cases import CAPTIONS, PHOTOS, PRODUCTS, SETS, WRITERS, draw, write_
 from vembed.batch import Composed, Image
 from vembed.config.schema import Config
 from vembed.data.keys import DataKeys
+from vembed.data.picture_survey import ItemCounts, RetrievalMode
+from vembed.data.run_data import RunData, load_run_data, record_texts
 from vembed.entrypoints.evaluate import main
 from vembed.errors import DataError
-from vembed.training.inputs import RunData, load_run_data, record_texts
-from vembed.training.pictures import ItemCounts, RetrievalMode
 from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from image_cases import png
 from vembed.config.load import load_config
 from vembed.data import table_cache
 from vembed.data.keys import DataKeys
+from vembed.data.run_data import load_run_data
 from vembed.data.sources import load_records, refuse_missing
 from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError, DataError
-from vembed.training.inputs import load_run_data
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from vembed.data.sampler import GlobalSampler
 from vembed.data.table import Record, RecordTable
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError
-from vembed.training.wiring.data import build_sampler
+from vembed.training.data import build_sampler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,8 +16,8 @@ from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.runtime import start_runtime
 from vembed.errors import ConfigError
-from vembed.training.wiring import launcher
-from vembed.training.wiring.launcher import Effective, under_launcher
+from vembed.training import launcher
+from vembed.training.launcher import Effective, under_launcher
 
 PROCESS = ProcessEnv(1, 8, 1, 4, "accelerate launch")
 FSDP = {

@@ -27,8 +27,8 @@ from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.tiny_clip import TinyClip
 from vembed.plan.problem import Way
-from vembed.training.wiring import model as wiring
-from vembed.training.wiring.model import build_alike, start_alike
+from vembed.training import model as run_model
+from vembed.training.model import build_alike, start_alike
 
 if TYPE_CHECKING:
     from rank_pool import RankPool
@@ -216,7 +216,7 @@ class Buffered(torch.nn.Module):
 
 def test_the_buffers_that_are_received_are_those_of_the_moved_model(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[Tensor] = []
-    monkeypatch.setattr(wiring, "receive", lambda tensors, *_: received.extend(tensors))
+    monkeypatch.setattr(run_model, "receive", lambda tensors, *_: received.extend(tensors))
     model: Any = Buffered()
     start_alike(model, SimpleNamespace(ranks=Ranks(), device=CPU), with_buffers=True)  # type: ignore[arg-type]
     assert [id(each) for each in received] == [id(model.table)]

@@ -13,8 +13,8 @@ import torch
 from command_cases import Site, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
 from safetensors.torch import load_file, save_file
 
-import vembed.training.wiring.model
-import vembed.training.wiring.planning
+import vembed.training.model
+import vembed.training.planning
 from vembed.losses.infonce import InfoNCE
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.training import optimizer
@@ -93,7 +93,7 @@ def test_batch_normalisation_is_refused_with_gradient_caching_only(
     def load(keys: Any, texts: object = (), **_: object) -> NormBag:
         return NormBag(TINY_BAG, name=keys.model_name)
 
-    monkeypatch.setattr(vembed.training.wiring.model, "load_encoder", load)
+    monkeypatch.setattr(vembed.training.model, "load_encoder", load)
     keys = site.keys(model_name="builtin:ngram-bag", max_steps=2, eval_steps=2)
     refused = run_keys(tmp_path, keys, "--plan")
     assert refused.code == 2
@@ -414,6 +414,6 @@ def test_a_bug_keeps_its_traceback(site: Site, tmp_path: Path, monkeypatch: pyte
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(vembed.training.wiring.planning, "make_plan", fail)
+    monkeypatch.setattr(vembed.training.planning, "make_plan", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         run_keys(tmp_path, site.keys(), "--plan")

@@ -12,7 +12,7 @@ import pytest
 from command_cases import Outcome, Site, assert_same_run, run_keys, steps_saved
 
 import vembed
-from vembed.training import space
+from vembed.training import saving as space
 from vembed.training.loop import Trainer
 
 if TYPE_CHECKING:

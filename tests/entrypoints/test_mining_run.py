@@ -13,7 +13,7 @@ from command_cases import Outcome, Site, assert_same_run, run_here, run_keys, ru
 from model_cases import write_cross_encoder
 from several_cases import exact, run_ranks
 
-from vembed.training.wiring import mining as wiring
+from vembed.training.refresh import documents_per_query
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -147,7 +147,7 @@ def corpus_and_teacher(site: Site, folder: Path) -> dict[str, Any]:
 def mined_texts(outcome: Outcome) -> list[list[str]]:
     """Return what the run mined for each of its rows."""
     from vembed.config.load import load_config
-    from vembed.training.wiring.data import load_data
+    from vembed.training.data import load_data
 
     config = load_config(outcome.folder / "config.yaml", []).config
     data, found = load_data(config), np.load(outcome.folder / "mining" / "epoch-00001.npz")
@@ -216,9 +216,9 @@ def test_a_loss_asks_its_teacher_about_what_was_mined(site: Site, tmp_path: Path
 
 def test_documents_of_a_batch_are_planned_with_the_mined_ones(site: Site) -> None:
     from vembed.config.schema import Config
-    from vembed.training.wiring.data import load_data
+    from vembed.training.data import load_data
 
     config = Config.model_validate(site.keys(output_dir="out", **KEYS))
     counts = load_data(config).counts
-    assert wiring.documents_per_query(config, counts) == 3
-    assert wiring.documents_per_query(Config.model_validate(site.keys(output_dir="out")), counts) == 1
+    assert documents_per_query(config, counts) == 3
+    assert documents_per_query(Config.model_validate(site.keys(output_dir="out")), counts) == 1

@@ -8,7 +8,7 @@ import pytest
 
 import vembed
 from vembed.registry import ENCODERS
-from vembed.training.wiring.models_page import MEMORY, render_classes, render_models
+from vembed.training.models_page import MEMORY, render_classes, render_models
 
 PAGE = Path(vembed.__file__).parents[1] / "docs" / "models.md"
 

@@ -12,7 +12,7 @@ import pytest
 from command_cases import Site, run_here, run_keys, steps_saved, write_config
 
 import vembed.entrypoints.train as command
-import vembed.training.run as wiring
+import vembed.training.run as assembly
 from vembed.entrypoints.command import run_command
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ def signal_before(monkeypatch: pytest.MonkeyPatch, room: ModuleType, name: str, 
 
 PHASES = [
     (command, "load_config", "starting", False),
-    (wiring, "load_data", "reading the data", False),
-    (wiring, "build_plan", "making the plan", True),
-    (wiring, "build_encoder", "loading the model", True),
-    (wiring, "explain", "beginning", True),
+    (assembly, "load_data", "reading the data", False),
+    (assembly, "build_plan", "making the plan", True),
+    (assembly, "build_encoder", "loading the model", True),
+    (assembly, "explain", "beginning", True),
 ]
 
 
@@ -79,7 +79,7 @@ def test_a_signal_at_the_end_says_what_was_saved_and_the_same_command_ends_it(
 ) -> None:
     config = write_config(tmp_path, site.keys(max_steps=2, eval_steps=2))
     with monkeypatch.context() as patch:
-        signal_before(patch, wiring, "finish_run", signal.SIGHUP)
+        signal_before(patch, assembly, "finish_run", signal.SIGHUP)
         stopped = run_here(config)
     checkpoint = stopped.folder / "checkpoints/step-00000002"
     words = f"stopped by SIGHUP while finishing; resume continues from {checkpoint}"

@@ -17,13 +17,13 @@ from fuzz_limits import fuzzed, within_limits
 from hypothesis import given
 from hypothesis import strategies as st
 
-import vembed.training.run as wiring
+import vembed.training.run as assembly
 from vembed.distributed.runtime import Runtime, describe_machine
 from vembed.errors import ConfigError, MachineError
 from vembed.training.output import OutputFolder
+from vembed.training.planning import read_back
 from vembed.training.run import find_checkpoint as resume_point
 from vembed.training.saving import module_tensors
-from vembed.training.wiring.planning import read_back
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,14 +73,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     site = make_site(tmp_path_factory.mktemp("site"))
     folder = tmp_path_factory.mktemp("run")
     parts: list[Any] = []
-    train = wiring._train
+    train = assembly._train
 
-    def train_and_keep(run: wiring.Run, *words: Any) -> Any:
+    def train_and_keep(run: assembly.Run, *words: Any) -> Any:
         parts.extend([run, run.checkpoints])
         return train(run, *words)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wiring, "_train", train_and_keep)
+        patch.setattr(assembly, "_train", train_and_keep)
         keys = site.keys(max_steps=2, save_steps=1, eval_strategy="no", eval_steps=None, learn_temperature=True)
         outcome = run_keys(folder, keys)
     assert outcome.code == 0, outcome.err

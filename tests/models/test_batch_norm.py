@@ -28,7 +28,7 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.gradcache.reference import reference_step
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
-from vembed.training.wiring.model import refuse_batch_norm
+from vembed.training.model import refuse_batch_norm
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,7 @@ from vembed.losses.infonce import InfoNCE
 from vembed.models.encoder import TrainedPart
 from vembed.plan.keys import OptimisationKeys
 from vembed.training.optimizer import Optimizer, Schedule
-from vembed.training.saving import RunCheckpoints, gather_encoder, refuse_other_run
-from vembed.training.state import RunState
+from vembed.training.saving import RunCheckpoints, RunState, gather_encoder, refuse_other_run
 
 if TYPE_CHECKING:
     from pathlib import Path

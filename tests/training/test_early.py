@@ -13,9 +13,9 @@ from vembed.config.load import load_values
 from vembed.config.record import plain_values
 from vembed.entrypoints import train
 from vembed.errors import ConfigError, DataError, MachineError
+from vembed.training.data import load_data
+from vembed.training.early import paths_read, refuse_wrong_inputs, refuse_wrong_output
 from vembed.training.output import OutputFolder
-from vembed.training.wiring.data import load_data
-from vembed.training.wiring.early import paths_read, refuse_wrong_inputs, refuse_wrong_output
 
 if TYPE_CHECKING:
     from pathlib import Path

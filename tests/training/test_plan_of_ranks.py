@@ -14,8 +14,8 @@ from vembed.config.schema import Config
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import Runtime
 from vembed.plan.hardware import GIB, Machine
-from vembed.training import run as wiring
-from vembed.training.wiring.planning import build_plan
+from vembed.training import run as assembly
+from vembed.training.planning import build_plan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,10 +53,12 @@ def test_a_model_that_several_devices_share_is_planned_without_bringing_it_to_on
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     machine = Machine("cuda", "a small card", 24 * GIB, 8, fast_bf16=True)
     runtime = Runtime(torch.device("meta"), machine, local_world_size=2)
-    monkeypatch.setattr(wiring, "start_runtime", lambda **_: runtime)
+    monkeypatch.setattr(assembly, "start_runtime", lambda **_: runtime)
     loaded = []
-    build = wiring.build_encoder
-    monkeypatch.setattr(wiring, "build_encoder", lambda *args, **keys: loaded.append(build(*args, **keys)) or loaded[0])
+    build = assembly.build_encoder
+    monkeypatch.setattr(
+        assembly, "build_encoder", lambda *args, **keys: loaded.append(build(*args, **keys)) or loaded[0]
+    )
     output = tmp_path / "output"
     config = Config(
         model_name="builtin:tiny-transformer",
@@ -65,6 +67,6 @@ def test_a_model_that_several_devices_share_is_planned_without_bringing_it_to_on
         batch_size=4,
         output_dir=str(output),
     )
-    wiring.run_from_config(config, mode="plan")
+    assembly.run_from_config(config, mode="plan")
     assert json.loads((output / "plan.json").read_text())["strategy"] == "fsdp"
     assert {each.device.type for each in loaded[0].parameters()} == {"cpu"}

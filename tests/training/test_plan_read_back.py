@@ -16,7 +16,7 @@ from vembed.plan.hardware import GIB, Machine
 from vembed.plan.memory import ModelSize
 from vembed.plan.plan import Plan, make_plan
 from vembed.plan.problem import DataSize
-from vembed.training.wiring.planning import read_back
+from vembed.training.planning import read_back
 
 CPU = Machine("cpu", "the CPU", 16 * GIB, 8, fast_bf16=False)
 SIZE = ModelSize.by_formula(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from vembed.evaluation.next_steps import next_commands
 from vembed.plan.batching import Steps
 from vembed.text import show_duration
 from vembed.training import progress
-from vembed.training.next_steps import next_commands
 from vembed.training.output import OutputFolder
 from vembed.training.progress import (
     SAME_SPEED,

@@ -12,12 +12,12 @@ from test_run_pictures import write_rows
 from vembed.config.schema import Config
 from vembed.data.keys import DataKeys
 from vembed.data.retrieval import RetrievalData
+from vembed.data.run_data import load_run_data
 from vembed.errors import MachineError
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.sets import headline
 from vembed.evaluation.store import write_evaluation
 from vembed.training.evaluations import Evaluations
-from vembed.training.inputs import load_run_data
 from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:

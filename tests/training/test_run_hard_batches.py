@@ -18,7 +18,7 @@ from vembed.data.table_writer import RecordWriter
 from vembed.errors import ConfigError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.models.ngram_bag import NgramBag
-from vembed.training.hard_vectors import HardVectors
+from vembed.vectors.hard_vectors import HardVectors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,15 +13,15 @@ from test_run_sets import run as train
 
 from vembed.config.schema import Config
 from vembed.data.hold_out import ENOUGH_QUERIES
+from vembed.data.run_data import load_run_data
 from vembed.errors import DataError
 from vembed.evaluation.sets import SetOutcome, caveats, headline
-from vembed.training.inputs import load_run_data
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from vembed.training.inputs import RunData
+    from vembed.data.run_data import RunData
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

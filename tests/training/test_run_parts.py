@@ -14,13 +14,12 @@ from torch import nn
 
 from vembed.data.keys import DataKeys
 from vembed.data.retrieval import RetrievalData
+from vembed.data.run_data import load_run_data
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.models.names import RUN_MARKS
-from vembed.training.inputs import load_run_data
+from vembed.training.model import refuse_nonfinite_weights
 from vembed.training.output import EARLY_END, OWN_NAMES, OutputFolder
-from vembed.training.saving import load_module, module_tensors
-from vembed.training.state import RunState
-from vembed.training.wiring.model import refuse_nonfinite_weights
+from vembed.training.saving import RunState, load_module, module_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -171,7 +170,7 @@ def test_weights_that_are_not_finite_are_named() -> None:
 
 
 def test_the_fingerprint_covers_all_that_a_run_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import vembed.training.inputs as room
+    import vembed.data.run_data as room
 
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"query": f"q{n}", "positive": f"p{n}"}) + "\n" for n in range(4)))

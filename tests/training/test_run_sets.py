@@ -16,12 +16,12 @@ from warm_process import run_warm
 
 from vembed.config.load import load_config
 from vembed.config.schema import Config
+from vembed.data.run_data import load_run_data
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.sets import SetOutcome, headline, overall
 from vembed.evaluation.significance import mean_verdict
 from vembed.evaluation.store import read_evaluation
-from vembed.training.inputs import load_run_data
 from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ import vembed
 from vembed.config.load import load_values
 from vembed.config.schema import Config
 from vembed.data.augment import Augmenter
+from vembed.data.run_data import load_run_data, refuse_missing_data
 from vembed.entrypoints.train import main
 from vembed.errors import ConfigError, DataError
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.training.batches import BatchSource
-from vembed.training.inputs import load_run_data, refuse_missing_data
-from vembed.training.wiring.data import build_sampler, prompted
+from vembed.training.data import build_sampler, prompted
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,6 +15,7 @@ from vembed.config.load import load_values
 from vembed.config.schema import Config
 from vembed.data.keys import Source
 from vembed.data.python_rows import ROWS_FOLDER, write_rows
+from vembed.data.run_data import SUGGESTED_SET
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, DataError
@@ -23,7 +24,6 @@ from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.terminal import printed_lines
 from vembed.training.callbacks import Callbacks
-from vembed.training.inputs import SUGGESTED_SET
 from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from vembed.comparison.runs import (
 from vembed.data.keys import DataKeys, listed
 from vembed.data.retrieval import RetrievalData
 from vembed.data.retrieval_sources import load_retrieval
+from vembed.data.run_data import content_hash, load_run_data
 from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError, VembedError
 from vembed.evaluation.metrics import HEADLINE
@@ -39,7 +40,6 @@ from vembed.pages.html import notebook_frame
 from vembed.pages.text import one_line, p_text, signed_text
 from vembed.redact import redact
 from vembed.text import plural
-from vembed.training.inputs import content_hash, load_run_data
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

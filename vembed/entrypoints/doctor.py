@@ -48,7 +48,7 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     loaded = None if parsed.config is None else load_config(parsed.config, parsed.config_override)
     if loaded is not None:
-        from vembed.training.wiring.early import refuse_wrong_run
+        from vembed.training.early import refuse_wrong_run
 
         refuse_wrong_run(loaded.config)  # what would end a run of it is told before the machine is looked at
     from vembed.doctor.checks import check_machine, odd_variables, shown_variables

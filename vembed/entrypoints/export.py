@@ -119,7 +119,7 @@ def _request(parsed: argparse.Namespace, model: str) -> ExportRequest:
 def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> str:
     """Return the model of a checkpoint, written beside the output for as long as the command runs."""
     from vembed.training.output import OutputFolder
-    from vembed.training.wiring.saved_model import write_saved_model
+    from vembed.training.saving import write_saved_model
 
     run = Path(parsed.model).expanduser().resolve()
     if not OutputFolder(run).checkpoints.is_dir():

@@ -86,7 +86,7 @@ def _run(parsed: argparse.Namespace, output: Path) -> int:
 
 
 def _check(path: Path) -> None:
-    from vembed.training.wiring.early import refuse_wrong_run
+    from vembed.training.early import refuse_wrong_run
 
     refuse_wrong_run(load_config(path).config)
 

@@ -66,8 +66,8 @@ def _plan(parsed: argparse.Namespace, *, elsewhere: bool) -> int:
         raise ConfigError(f"--model-config {parsed.model_config}: no such file; configs/shapes holds some")
     loaded = load_config(config_path(parsed), parsed.config_override)
     devices = None if parsed.devices is None else parse_devices(parsed.devices)
+    from vembed.training.planning import plan_elsewhere
     from vembed.training.run import run_from_config
-    from vembed.training.wiring.planning import plan_elsewhere
 
     quiet_libraries()
     if not elsewhere:

@@ -72,7 +72,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: 
         raise ConfigError("--details belongs to --plan: add --plan, or leave it out")
     loaded = _load(options)
     if options.mode == "validate":
-        from vembed.training.wiring.early import refuse_wrong_run
+        from vembed.training.early import refuse_wrong_run
 
         refuse_wrong_run(loaded.config, needs_data=False)
         _say_valid(loaded)
@@ -82,8 +82,8 @@ def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: 
         return _train_seeds(loaded.config, options, command_line(called, words))
     with ExitStack() as held:
         if not process_env().is_launched:  # what can be told before torch is imported, which takes seconds
+            from vembed.training.early import refuse_wrong_inputs, refuse_wrong_output
             from vembed.training.trackers.registry import refuse_missing_packages
-            from vembed.training.wiring.early import refuse_wrong_inputs, refuse_wrong_output
 
             refuse_wrong_inputs(loaded.config)
             if mode == "train":
@@ -119,8 +119,8 @@ def _train_seeds(config: Config, options: TrainOptions, command: str) -> int:
     """Train once per seed, each time in a process of its own that this one waits for."""
     from vembed.sweeping.process import GO_ON, TrainProcess
     from vembed.sweeping.seeds import refuse_unfit, train_seeds
+    from vembed.training.early import refuse_wrong_inputs
     from vembed.training.trackers.registry import refuse_missing_packages
-    from vembed.training.wiring.early import refuse_wrong_inputs
 
     refuse_unfit(config, launcher=process_env().launcher if process_env().is_launched else "")
     refuse_wrong_inputs(config)

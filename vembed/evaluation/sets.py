@@ -14,27 +14,11 @@ from vembed.text import plural
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.result import EvaluationResult
     from vembed.evaluation.significance import Verdict
 
-FurtherRole: TypeAlias = Literal["test", "guard"]
 SetRole: TypeAlias = Literal["test", "dev", "guard"]
 """A dev set stands for the test set where there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class FurtherSet:
-    """A set that is evaluated before and after training."""
-
-    role: FurtherRole
-    number: int  # among the further sets of the run, from 1
-    task: RetrievalData
-
-    @property
-    def folder(self) -> str:
-        """What holds its results, below `evaluation/`."""
-        return f"{self.role}-{self.number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,15 +29,13 @@ from vembed.gradcache.engine import Pool
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.plan.devices import Devices
-from vembed.training.epochs import EpochBatches
-from vembed.training.frozen import FrozenItems, find_frozen, is_stored, stored_features, stored_pool
+from vembed.training.data import image_limits, prompted
 from vembed.training.loading import BatchLoader
-from vembed.training.teacher import Asking, TeacherUse, find_teacher
-from vembed.training.wiring.data import image_limits, prompted
-from vembed.training.wiring.hard_batches import HardBatchWork
-from vembed.training.wiring.mining import MiningWork
-from vembed.training.wiring.model import teacher_keys
+from vembed.training.model import teacher_keys
+from vembed.training.refresh import HardBatchRefresh, MiningRefresh, RefreshedBatches
+from vembed.vectors.frozen import FrozenItems, find_frozen, is_stored, stored_features, stored_pool
 from vembed.vectors.keys import teacher_gives_scores
+from vembed.vectors.teacher import Asking, TeacherUse, find_teacher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,10 +48,10 @@ if TYPE_CHECKING:
     from vembed.data.sampler import GlobalSampler
     from vembed.data.table import RecordTable
     from vembed.models.encoder import Encoder
-    from vembed.training.epochs import EpochWork
+    from vembed.training.refresh import Refresh
     from vembed.training.run import Run
-    from vembed.training.teacher import Answers, Teacher
     from vembed.vectors.items import ItemVectors
+    from vembed.vectors.teacher import Answers, Teacher
 
 CHARACTERS_PER_TOKEN = 4
 """Of English texts. Only the proportion between rows counts, and where a long text is cut."""
@@ -234,12 +232,12 @@ def open_batches(run: Run) -> AbstractContextManager[Batches]:
     source = replace(batch_source(run, ask(run, run.teacher)), stored=stored)
     run.words.doing = "training"
 
-    works: list[tuple[EpochWork, Path]] = []
+    works: list[tuple[Refresh, Path]] = []
     if config.mine != "never":
-        works.append((MiningWork(config, data, encode, output.mining), output.mining))
+        works.append((MiningRefresh(config, data, encode, output.mining), output.mining))
     if run.hard is not None and config.hard_refresh != "once":
         folder, size = output.hard_vectors, plan.batch.total
-        work = HardBatchWork(config, data.records, data.fingerprint, encode, plan.dtype, folder, size)
+        work = HardBatchRefresh(config, data.records, data.fingerprint, encode, plan.dtype, folder, size)
         works.append((work, folder))
     num_batches = run.step_batches(plan.steps.total - 1).stop
 
@@ -251,7 +249,7 @@ def open_batches(run: Run) -> AbstractContextManager[Batches]:
             def open_inner(changed: BatchSource, inner_end: int) -> AbstractContextManager[Batches]:
                 return open_level(changed, min(end, inner_end), level + 1)
 
-            return EpochBatches(work, source, open_inner, folder, run.ranks)
+            return RefreshedBatches(work, source, open_inner, folder, run.ranks)
         if source.records is not data.records:  # mined negatives: the teacher may not have been asked about them
             teacher = teacher_of(run, source.records)
             source = replace(source, answers=ask(run, teacher))

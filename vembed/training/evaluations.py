@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
     from vembed.data.overlap import Overlap
     from vembed.data.retrieval import RetrievalData
+    from vembed.data.run_data import FurtherSet
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.evaluator import EncodedTask
     from vembed.evaluation.keys import Bm25Language
     from vembed.evaluation.result import EvaluationResult
-    from vembed.evaluation.sets import FurtherSet, SetRole
+    from vembed.evaluation.sets import SetRole
 
 _log = logging.getLogger(__name__)
 

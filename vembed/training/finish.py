@@ -15,7 +15,9 @@ import torch
 from vembed.batch import ImageLimits
 from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
+from vembed.evaluation.diagnosis import diagnose, diagnosis_lines, performance, setup_of
 from vembed.evaluation.directions import Directions, recall_sums
+from vembed.evaluation.next_steps import next_commands
 from vembed.evaluation.report.run_report import Reverse, RunReport
 from vembed.evaluation.sets import caveats, headline, overall, worse_than_untrained
 from vembed.evaluation.significance import Verdict, verdict
@@ -25,13 +27,10 @@ from vembed.models.adapters.trained import narrowed_bytes, save_trained
 from vembed.plan.hardware import cpu_cores
 from vembed.redact import redact
 from vembed.text import show_bytes
-from vembed.training.diagnosis import diagnose, diagnosis_lines, performance, setup_of
-from vembed.training.next_steps import next_commands
 from vembed.training.progress import LABEL_COLUMNS
+from vembed.training.refresh import hard_batch_facts, mining_facts
 from vembed.training.saving import gather_encoder, model_bytes
 from vembed.training.trackers.jsonl import read_rows
-from vembed.training.wiring.hard_batches import hard_batch_facts
-from vembed.training.wiring.mining import mining_facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -224,7 +223,9 @@ def _report(
 ) -> RunReport:
     """Put the report together, and log what the numbers of the steps say about the run."""
     plan, machine, state, evaluations = run.plan, run.runtime.machine, run.state, run.evaluations
-    setup = setup_of(plan, machine, state, rows)
+    limits = state.step_limits  # of a run that ran out of memory
+    smaller = None if limits is None or limits.rows == plan.chunks.rows else (limits.rows, limits.tokens)
+    setup = setup_of(plan, machine, rows, skipped_steps=state.skipped_steps, smaller_chunk=smaller)
     findings = diagnose(rows, setup, result.sets[0].verdict)
     for label, text in diagnosis_lines(rows, findings):
         _log.info("%-*s  %s", LABEL_COLUMNS, label, text)

@@ -28,15 +28,14 @@ import torch
 from tqdm import tqdm
 
 from vembed.errors import PreemptedError
+from vembed.evaluation.diagnosis import EARLY_STEPS, diagnose_start, finding_lines
 from vembed.evaluation.report.curves import SOURCE_LOSS
 from vembed.evaluation.report.speed import PARTS
 from vembed.text import show_duration
 from vembed.training.callbacks import EvaluationEvent, SaveEvent, StepEvent
-from vembed.training.diagnosis import EARLY_STEPS, diagnose_start, finding_lines
 from vembed.training.guards import StepFacts
-from vembed.training.memory import peak_memory_bytes
 from vembed.training.progress import LABEL_COLUMNS, Heartbeat, step_line
-from vembed.training.timing import RankMeter, seconds_of_parts
+from vembed.training.timing import RankMeter, peak_memory_bytes, seconds_of_parts
 from vembed.training.trackers.jsonl import read_rows
 
 if TYPE_CHECKING:

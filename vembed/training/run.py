@@ -30,6 +30,7 @@ import torch
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.collector import collector_paused
 from vembed.config.record import config_hash, dump_config, hashed_values, plain_values
+from vembed.data.picture_survey import what_is_read
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.shards import total_norm
 from vembed.distributed.watchdog import Watchdog
@@ -49,35 +50,32 @@ from vembed.plan.table import comparison
 from vembed.redact import redact
 from vembed.training.batches import ask, batch_source, frozen_items, open_batches, teacher_of
 from vembed.training.callbacks import Callbacks, EndEvent
+from vembed.training.data import build_sampler, load_data, look_nearer, measures_both_directions
+from vembed.training.early import accepted_differences, paths_read, refuse_other_place
 from vembed.training.evaluations import Evaluations
 from vembed.training.finish import RunResult, finish_run, package_versions
 from vembed.training.guards import NonFiniteGuard, StopSignal
-from vembed.training.hard_vectors import HardVectors
+from vembed.training.launcher import under_launcher
 from vembed.training.loop import Trainer
-from vembed.training.memory import peak_memory_bytes
+from vembed.training.model import build_alike, build_encoder, build_loss, refuse_batch_norm, start_alike
 from vembed.training.optimizer import Optimizer, Schedule
 from vembed.training.output import OutputFolder
-from vembed.training.pictures import what_is_read
+from vembed.training.planning import build_plan, check_decisions, read_back
 from vembed.training.progress import RunClock, measured_step_seconds
-from vembed.training.saving import PARTS, RunCheckpoints, check_shape, refuse_other_run
-from vembed.training.space import DiskNeeds, free_bytes
-from vembed.training.state import RunState
+from vembed.training.refresh import hard_batch_bytes, hard_sampler, mining_bytes, refuse_mining
+from vembed.training.saving import PARTS, DiskNeeds, RunCheckpoints, RunState, check_shape, free_bytes, refuse_other_run
+from vembed.training.timing import peak_memory_bytes
 from vembed.training.trackers.jsonl import read_rows
 from vembed.training.trackers.registry import open_trackers
 from vembed.training.tracking import closing, track_end, track_start
-from vembed.training.wiring.data import build_sampler, load_data, look_nearer, measures_both_directions
-from vembed.training.wiring.early import accepted_differences, paths_read, refuse_other_place
-from vembed.training.wiring.hard_batches import hard_batch_bytes, hard_sampler
-from vembed.training.wiring.launcher import under_launcher
-from vembed.training.wiring.mining import mining_bytes, refuse_mining
-from vembed.training.wiring.model import build_alike, build_encoder, build_loss, refuse_batch_norm, start_alike
-from vembed.training.wiring.planning import build_plan, check_decisions, read_back
+from vembed.vectors.hard_vectors import HardVectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.config.schema import Config
+    from vembed.data.run_data import RunData
     from vembed.data.sampler import GlobalSampler
     from vembed.distributed.failures import LastWords
     from vembed.distributed.fsdp import ShardedEncoder
@@ -86,10 +84,9 @@ if TYPE_CHECKING:
     from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
-    from vembed.training.frozen import FrozenItems
-    from vembed.training.inputs import RunData
-    from vembed.training.teacher import Teacher
     from vembed.training.trackers.base import Tracker
+    from vembed.vectors.frozen import FrozenItems
+    from vembed.vectors.teacher import Teacher
 
 _log = logging.getLogger(__name__)
 

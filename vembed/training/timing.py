@@ -1,4 +1,4 @@
-"""What the time of a step went to, as metrics.jsonl gives it, and how the ranks differ in it.
+"""Where the time of a step went and what memory it took, as metrics.jsonl gives them, and how the ranks differ in both.
 
 Each rank measures itself. What differs between ranks is gathered once in a logging interval, in one small collective,
 and the row of that step says how far they lie apart.
@@ -9,13 +9,15 @@ Shape legend: W ranks, M numbers that each of them has.
 from __future__ import annotations
 
 import math
+import re
+import resource
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from vembed.distributed.devices import utilisation
-from vembed.training.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,3 +119,14 @@ def summarise(by_rank: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
 
 def _mean(values: tuple[float, ...]) -> float:
     return sum(values) / len(values)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that was in use so far: allocated on an accelerator, resident on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # Not getrusage: on Linux its maximum also counts the process that started this one.
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vembed.evaluation.significance import Verdict
     from vembed.plan.hardware import Machine
     from vembed.plan.plan import Plan
-    from vembed.training.state import RunState
 
 EARLY_STEPS = 10
 """Steps after which a loss that is still 0 is told, while there is time to stop the run."""
@@ -112,8 +111,15 @@ class Setup:
     oom_ladder: tuple[str, ...] = ()  # what the plan would do against running out of memory, in this order
 
 
-def setup_of(plan: Plan, machine: Machine, state: RunState, rows: Sequence[Mapping[str, float]]) -> Setup:
-    """Return what a run was set up as."""
+def setup_of(
+    plan: Plan,
+    machine: Machine,
+    rows: Sequence[Mapping[str, float]],
+    *,
+    skipped_steps: int,
+    smaller_chunk: tuple[int, int] | None,
+) -> Setup:
+    """Return the setup of a run from its plan, its machine and its rows of metrics.jsonl."""
     tokens = [row["padding_ratio"] * row["tokens_per_second"] * row["step_seconds"] for row in settled_rows(rows)]
     most = max(tokens, default=0.0) / plan.world_size
     return Setup(
@@ -127,19 +133,12 @@ def setup_of(plan: Plan, machine: Machine, state: RunState, rows: Sequence[Mappi
         chunk_tokens=plan.chunks.tokens,
         keeps_all=plan.chunks.retain >= 1 and (plan.chunks.retain_tokens is None or most <= plan.chunks.retain_tokens),
         keeps_some=plan.chunks.retain > 0 and plan.chunks.retain_tokens != 0,
-        smaller_chunk=_smaller_chunk(plan, state),
+        smaller_chunk=smaller_chunk,
         learning_rate=plan.batch.learning_rate,
-        skipped_steps=state.skipped_steps,
+        skipped_steps=skipped_steps,
         can_measure_utilisation=can_measure_utilisation(),
         oom_ladder=plan.advice.oom_ladder,
     )
-
-
-def _smaller_chunk(plan: Plan, state: RunState) -> tuple[int, int] | None:
-    limits = state.step_limits
-    if limits is None or limits.rows == plan.chunks.rows:
-        return None
-    return limits.rows, limits.tokens
 
 
 @dataclass(frozen=True, slots=True)

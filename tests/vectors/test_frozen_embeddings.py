@@ -34,11 +34,11 @@ from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters.trainable import freeze
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 from vembed.plan.problem import Way
-from vembed.training import frozen
 from vembed.training.batches import BatchSource
-from vembed.training.frozen import FrozenItems, find_frozen
 from vembed.training.run import run_from_config
+from vembed.vectors import frozen
 from vembed.vectors import store as vector_store
+from vembed.vectors.frozen import FrozenItems, find_frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

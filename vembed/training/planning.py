@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from vembed.config.schema import default_of
+from vembed.data.picture_survey import ItemCounts, refuse_unread
 from vembed.distributed.runtime import start_runtime
 from vembed.json_text import fit
 from vembed.models.files import DTYPES
@@ -23,19 +24,18 @@ from vembed.plan.hardware import cpu_cores
 from vembed.plan.plan import Plan, compute_dtype, make_plan
 from vembed.plan.problem import DataSize, Mode, Strategy
 from vembed.plan.strategy import DECIDING_KEYS
-from vembed.training.pictures import ItemCounts, refuse_unread
-from vembed.training.wiring.data import measures_both_directions
-from vembed.training.wiring.mining import documents_per_query, mining_notes
-from vembed.training.wiring.model import teacher_dimension
+from vembed.training.data import measures_both_directions
+from vembed.training.model import teacher_dimension
+from vembed.training.refresh import documents_per_query, mining_notes
 
 if TYPE_CHECKING:
     from vembed.batch import Modality
     from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.config.schema import Config
+    from vembed.data.run_data import RunData
     from vembed.distributed.runtime import Runtime
     from vembed.plan.hardware import Machine
     from vembed.plan.memory import ModelSize
-    from vembed.training.inputs import RunData
 
 
 _Count = Annotated[int, Field(gt=0)]

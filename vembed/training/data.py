@@ -11,13 +11,13 @@ from vembed.batch import ImageLimits
 from vembed.data.arrangements import ByClass, Contents, WithoutRepeats
 from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.mixture import Mixture
+from vembed.data.run_data import load_run_data
 from vembed.data.sampler import GlobalSampler
 from vembed.data.table import ItemColumn
 from vembed.errors import DataError
 from vembed.files import home_path
 from vembed.mining.task import corpus_items
 from vembed.text import show_duration
-from vembed.training.inputs import load_run_data
 from vembed.vectors.keys import teacher_gives_scores
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from vembed.data.arrangements import Arrangement
     from vembed.data.columns import LossNeeds
     from vembed.data.keys import SourceKeys
+    from vembed.data.run_data import RunData
     from vembed.data.table import RecordTable
     from vembed.distributed.ranks import Ranks
     from vembed.models.encoder import Encoder
-    from vembed.training.inputs import RunData
 
 
 NEAR_SHARE, START_SECONDS = 0.02, 10.0

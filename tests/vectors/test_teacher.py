@@ -30,11 +30,11 @@ from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.plan.devices import Devices
-from vembed.training import teacher as teaching
 from vembed.training.batches import BatchSource
-from vembed.training.teacher import Answers, Asking, PairTeacher, Teacher, TeacherUse, find_teacher
 from vembed.vectors import store as vector_store
+from vembed.vectors import teacher as teaching
 from vembed.vectors.items import distinct_items
+from vembed.vectors.teacher import Answers, Asking, PairTeacher, Teacher, TeacherUse, find_teacher
 
 if TYPE_CHECKING:
     from rank_pool import RankPool

@@ -1,6 +1,6 @@
 """Write the page of the models from what the encoder classes state and what the plan predicts.
 
-`python -m vembed.training.wiring.models_page > docs/models.md`
+`python -m vembed.training.models_page > docs/models.md`
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vembed.models.vision_language_families import FAMILIES
 from vembed.plan.devices import parse_devices
 from vembed.registry import ENCODERS
 from vembed.text import show_bytes, show_count
-from vembed.training.wiring.planning import measured_model, plan_elsewhere
+from vembed.training.planning import measured_model, plan_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ MEMORY = "## Memory"
 
 _INTRODUCTION = """# Models
 
-<!-- Written by `python -m vembed.training.wiring.models_page`; change the classes, not this file. -->
+<!-- Written by `python -m vembed.training.models_page`; change the classes, not this file. -->
 
 `model_name` decides: the classes below are asked in this order, and the first whose files or name it is takes it.
 `encoder_mode` refuses a model of another family. `configs/models/` has a tested example of each.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vembed.data.run_data import RunData, record_texts
 from vembed.distributed.starting_weights import Outline, receive
 from vembed.errors import ConfigError, MachineError, NonFiniteError, VembedError
 from vembed.files import new_folder
@@ -20,8 +21,7 @@ from vembed.models.files import DTYPES, save_background
 from vembed.models.keys import ModelKeys, renamed
 from vembed.models.load import is_from_scratch, load_encoder, load_skeleton
 from vembed.models.profile.profile import CANNOT_RUN
-from vembed.training.inputs import RunData, record_texts
-from vembed.training.wiring.data import image_limits
+from vembed.training.data import image_limits
 from vembed.vectors.keys import teacher_gives_scores
 
 if TYPE_CHECKING:

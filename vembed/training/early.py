@@ -14,15 +14,15 @@ from vembed.checkpoint.folder import refuse_other_folder, steps_in
 from vembed.checkpoint.format import FutureCheckpointError, InvalidCheckpointError, read_manifest, step_name
 from vembed.config.record import ResumeDifference, resume_differences
 from vembed.data.corpus import Corpus
+from vembed.data.run_data import all_sources
 from vembed.data.sources import refuse_by_first_rows, refuse_missing
 from vembed.errors import ConfigError, VembedError
 from vembed.files import home_path, is_file, is_folder, listed_paths
 from vembed.models.keys import model_names, renamed
 from vembed.models.names import MODEL_FOLDER, PAIR_SIGN, locate
-from vembed.training.inputs import all_sources
+from vembed.training.data import loss_needs
 from vembed.training.output import OutputFolder
 from vembed.training.trackers.registry import refuse_missing_packages
-from vembed.training.wiring.data import loss_needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -172,9 +172,9 @@ def _refuse_unread(config: Config, modalities: Mapping[str, Collection[Modality]
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    from vembed.data.picture_survey import refuse_unread
     from vembed.models.files import ModelFiles
     from vembed.models.load import class_of
-    from vembed.training.pictures import refuse_unread
 
     keys: ModelKeys = config
     name = locate(config.model_name).name

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -15,15 +15,14 @@ from vembed.data.description import describe, example
 from vembed.data.hold_out import ENOUGH_QUERIES, divide, held_out_task, hold_out, resolution_notes
 from vembed.data.keys import listed
 from vembed.data.overlap import JudgedSets
+from vembed.data.picture_survey import ItemCounts, PictureSizes, PictureSurvey
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records, refuse_missing
 from vembed.data.splits import SourceOptions
 from vembed.data.table import TEXT, LoadedRecords, RecordTable
 from vembed.errors import DataError
-from vembed.evaluation.sets import FurtherSet
 from vembed.redact import redact
 from vembed.text import plural, quoted
-from vembed.training.pictures import ItemCounts, PictureSizes, PictureSurvey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +41,20 @@ SUGGESTED_SET = "builtin:stdlib-code"
 
 SHOWN_LEAKS = 3
 """Training rows that stand in the message about leaking ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherSet:
+    """A set that is evaluated before and after training."""
+
+    role: Literal["test", "guard"]
+    number: int  # among the further sets of the run, from 1
+    task: RetrievalData
+
+    @property
+    def folder(self) -> str:
+        """What holds its results, below `evaluation/`."""
+        return f"{self.role}-{self.number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from vembed.config.load import load_config
-from vembed.plan import advice
 from vembed.plan.devices import parse_devices
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
 from vembed.plan.plan import Plan, make_plan
@@ -57,7 +56,7 @@ def planned(
     spread = parse_devices(devices)
     with pytest.MonkeyPatch.context() as patch:
         if not scaled:  # they are most of the work
-            patch.setattr(advice, "_scaling", lambda problem: ())
+            patch.setattr("vembed.plan.text.scaling_lines", lambda problem: ())
         return make_plan(config, spread.machine(16), sized, data, devices=spread)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed.plan.hardware import cpu_cores, cpu_memory_bytes
+from vembed.plan.devices import cpu_cores, cpu_memory_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

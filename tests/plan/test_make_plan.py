@@ -12,12 +12,11 @@ from plan_cases import planned
 
 from vembed.config.load import load_config
 from vembed.plan.chunks import CPU_CHUNK_BYTES, LEAST_CHUNK_TOKENS, MOST_CHUNK_ROWS
-from vembed.plan.explain import explain, explain_fully
-from vembed.plan.hardware import GIB, Machine
+from vembed.plan.devices import GIB, Machine
 from vembed.plan.memory import LOSS_STRIP_TILES, BatchRows, LossTiles, ModelSize, loss_bytes
 from vembed.plan.plan import Plan, make_plan
-from vembed.plan.problem import DataSize
-from vembed.plan.reserve import BLAS_BYTES, CONTEXT_BYTES
+from vembed.plan.problem import BLAS_BYTES, CONTEXT_BYTES, DataSize
+from vembed.plan.text import explain, explain_fully
 from vembed.text import show_bytes, show_count
 
 CPU = Machine("cpu", "the CPU", 16 * GIB, 8, fast_bf16=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from plan_cases import DATA, model, planned, reason
 
-from vembed.plan.batching import LEAST_STEPS, MOST_QUERIES, step_batches
+from vembed.plan.batch import LEAST_STEPS, MOST_QUERIES, step_batches
 from vembed.plan.problem import DataSize
 
 if TYPE_CHECKING:

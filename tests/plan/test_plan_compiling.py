@@ -9,8 +9,7 @@ from plan_cases import DATA, model, planned, reason
 
 from vembed.config.load import load_config
 from vembed.errors import ConfigError
-from vembed.plan import compiling
-from vembed.plan.hardware import GIB, Machine
+from vembed.plan.devices import GIB, Machine
 from vembed.plan.memory import ModelSize
 from vembed.plan.plan import make_plan
 
@@ -18,7 +17,7 @@ from vembed.plan.plan import make_plan
 @pytest.fixture
 def proven_on_a100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let auto compile on one class of devices, as it will where the rows of a proof held."""
-    monkeypatch.setattr(compiling, "PROVEN_ON", frozenset({"A100"}))
+    monkeypatch.setattr("vembed.plan.plan.PROVEN_ON", frozenset({"A100"}))
 
 
 @pytest.mark.usefixtures("proven_on_a100")

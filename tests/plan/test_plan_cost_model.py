@@ -9,15 +9,14 @@ import pytest
 from plan_cases import DATA, model, planned, reason, tower
 
 from vembed.config.load import load_config
-from vembed.plan.devices import parse_devices
-from vembed.plan.hardware import GIB
+from vembed.plan.devices import GIB, parse_devices
 from vembed.plan.memory import ModelSize
 from vembed.plan.plan import make_plan
 from vembed.plan.problem import DataSize
-from vembed.plan.table import comparison
+from vembed.plan.text import comparison
 
 if TYPE_CHECKING:
-    from vembed.plan.cost_model import Candidate
+    from vembed.plan.cost import Candidate
     from vembed.plan.plan import Plan
 
 

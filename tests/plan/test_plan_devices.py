@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vembed.errors import ConfigError
-from vembed.plan.devices import KNOWN_DEVICES, NETWORK, Devices, find_known, parse_devices
-from vembed.plan.hardware import GIB, Machine
+from vembed.plan.devices import GIB, KNOWN_DEVICES, NETWORK, Devices, Machine, find_known, parse_devices
 
 
 @pytest.mark.parametrize(

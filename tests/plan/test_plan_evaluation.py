@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from test_make_plan import GPU, MINILM, plan, reason
 
-from vembed.plan.evaluation import CALL_SECONDS, ROOM_SHARE, call_tokens
-from vembed.plan.hardware import GIB
+from vembed.plan.chunks import EVALUATION_SECONDS, EVALUATION_SHARE, call_tokens
+from vembed.plan.devices import GIB
 
 
 def test_a_call_is_as_large_as_work_and_memory_ask_for() -> None:
-    by_work = CALL_SECONDS * 989e12 / 44e6
+    by_work = EVALUATION_SECONDS * 989e12 / 44e6
     assert call_tokens(1e15, 10_000, 44e6, 989) == int(by_work)
-    assert call_tokens(40e9, 10_000, 44e6, 989) == int(ROOM_SHARE * 40e9 / 10_000) < by_work
+    assert call_tokens(40e9, 10_000, 44e6, 989) == int(EVALUATION_SHARE * 40e9 / 10_000) < by_work
     assert call_tokens(-1.0, 10_000, 44e6, 989) == 1
 
 

@@ -10,7 +10,7 @@ from plan_cases import DATA, model, planned, reason
 
 from vembed.config.load import load_config
 from vembed.errors import ConfigError
-from vembed.plan.hardware import GIB, Machine
+from vembed.plan.devices import GIB, Machine
 from vembed.plan.plan import make_plan
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from vembed.plan.cost import Cut, Load, activation_moments, peak_of_step
 from vembed.plan.memory import BytesPerDevice, CallCost, TowerSize
-from vembed.plan.peak_timeline import Cut, Load, activation_moments, peak_of_step
 
 
 def tower(name: str = "text", *, saved: float = 10.0, extra: float = 1.0, trainable: int = 100) -> TowerSize:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_cases import planned, reason
 
-from vembed.plan.problem import Way
-from vembed.plan.reserve import BLAS_BYTES, COMMUNICATOR_BYTES, CONTEXT_BYTES, PROCESS_BYTES, reserve
+from vembed.plan.problem import BLAS_BYTES, COMMUNICATOR_BYTES, CONTEXT_BYTES, PROCESS_BYTES, Way, reserve
 
 HYBRID = Way("fsdp", mode="fast", sharding_factor=2)
 

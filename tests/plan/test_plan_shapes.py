@@ -11,7 +11,7 @@ import pytest
 from plan_cases import DATA, planned, reason
 
 from vembed.plan.chunks import ACCELERATOR_CHUNK_ROWS
-from vembed.plan.hardware import GIB
+from vembed.plan.devices import GIB
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 from plan_cases import DATA, model, plan_here, planned, reason
 
+from vembed.config.load import load_config
 from vembed.config.schema import Config
-from vembed.plan.batch import LEAST_STEPS, MOST_QUERIES, ROW_BYTES, plan_loading, step_batches
-from vembed.plan.devices import Machine
+from vembed.plan.batch import LEAST_STEPS, MOST_QUERIES, ROW_BYTES, plan_batch, plan_loading, step_batches
+from vembed.plan.devices import Machine, parse_devices
 from vembed.plan.problem import DataSize
 
 if TYPE_CHECKING:
@@ -63,6 +64,16 @@ def test_auto_is_bounded_by_embeddings_and_host_memory() -> None:
     assert made.batch.total <= 79 * 2**30 / 20 / bytes_each < 2 * made.batch.total
     heavy = DataSize(10**8, 1.0, pictures_per_record=1.0, picture_bytes=10**10)
     assert planned("4xA100-80GB", 6e8, "batch_size=auto", data=heavy).batch.total <= 64
+
+
+def test_auto_is_bounded_by_the_host_memory_of_all_machines_together() -> None:
+    config = load_config(None, ["model_name=m", "batch_size=auto", "max_steps=10"]).config
+    pictures = DataSize(10**6, 1.0, pictures_per_record=1.0, picture_bytes=10**6)
+    totals = [
+        plan_batch(config, parse_devices(devices), model(1e8), pictures, host_bytes=8 * 10**9).total
+        for devices in ("1x8xA100-80GB", "2x8xA100-80GB", "4x8xA100-80GB")
+    ]
+    assert totals == [512, 1024, 2048], "under 991 rows of 1 MB and two texts in each machine"
 
 
 def test_auto_without_gradient_caching_is_bounded_by_activations() -> None:

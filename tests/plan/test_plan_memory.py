@@ -146,6 +146,17 @@ def test_sharding_gathers_blocks_in_half_precision_and_the_rest_in_its_own() -> 
     assert lean[1].sharding - lean[0].sharding == 4 * 2 * 10**8
 
 
+def test_two_blocks_are_whole_at_once_beside_shards_of_gradients_or_the_gradients_of_one_block() -> None:
+    made = planned("4xA100-80GB", 1e9)
+    block, gradients = 10**9 // 28, 4 * 10**9
+    lean, sharded = (of(made, strategy="fsdp", mode=mode, sharding_factor=4) for mode in ("lean", "sharded"))
+    assert lean.bytes_per_device.sharding == 2 * block * 2 + gradients // 4
+    assert sharded.bytes_per_device.sharding == 2 * block * 2 + block * 4
+    assert of(made, strategy="fsdp", cpu_offload=True, sharding_factor=4).bytes_per_device.sharding == (
+        sharded.bytes_per_device.sharding
+    )
+
+
 def test_every_way_that_the_devices_allow_is_weighed() -> None:
     made = planned("8xA100-80GB", 1e9)
     seen = {(each.way.strategy, each.way.mode, each.way.sharding_factor) for each in made.candidates}
@@ -182,15 +193,22 @@ def test_the_settings_of_replicated_gradients_are_in_the_plan() -> None:
 
 
 def test_what_is_sent_in_a_step_follows_the_collectives() -> None:
-    made = planned("4xA100-80GB", 1e9, "batch_size=8", "bf16=false")
+    made = planned("4xA100-80GB", 1e9, "batch_size=8", "bf16=false", "gradient_cache_chunk_tokens=1024")
     rows = 4 * 8 * 2
     embeddings = 2 * rows * 2048 * 4 * 3 / 4
     weights = 4e9
     assert of(made, strategy="ddp").communication_bytes == pytest.approx(2 * weights * 3 / 4 + embeddings, rel=1e-6)
     fast = of(made, strategy="fsdp", mode="fast", sharding_factor=4)
+    # Weights are gathered in each pass of each call; whole gradients wait for the last call, shards of them can't.
     assert fast.communication_bytes == pytest.approx(2 * weights * 3 / 4 + embeddings, rel=1e-6)
-    sharded = of(made, strategy="fsdp", mode="sharded", sharding_factor=4)
-    assert sharded.communication_bytes > fast.communication_bytes
+    gradients = weights
+    for mode in ("lean", "sharded"):
+        way = of(made, strategy="fsdp", mode=mode, sharding_factor=4)
+        calls = math.ceil(2 * 8 / (way.chunks.tokens // 128))
+        gathered = calls * (3 - way.chunks.kept_share) * weights
+        reduced = gradients * (calls if mode == "sharded" else 1)
+        assert way.communication_bytes == pytest.approx((gathered + reduced) * 3 / 4 + embeddings, rel=1e-6)
+    assert calls > 1, "else this shows nothing"
     assert of(made, strategy="ddp", use_lora=True).communication_bytes < 0.1 * fast.communication_bytes
 
 

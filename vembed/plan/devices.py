@@ -45,7 +45,7 @@ class Machine:
 
     @property
     def has_old_torch(self) -> bool:
-        """Whether its torch is older than the oldest that vembed runs with."""
+        """True where its torch is older than the oldest that vembed runs with."""
         numbers = tuple(int(part) for part in re.findall(r"\d+", self.torch_version)[:2])
         return bool(numbers) and numbers < OLDEST_TORCH
 

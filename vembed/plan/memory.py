@@ -171,7 +171,7 @@ class ModelSize:
 
     @property
     def activation_bytes_per_token(self) -> int:
-        """What one token of the longest item keeps for backward, in the tower where it keeps most."""
+        """Bytes that one token of the longest item keeps for backward, in the tower where it keeps most."""
         return self.kept_bytes_per_token(checkpointed=False)
 
     def kept_bytes_per_token(self, *, checkpointed: bool, call_tokens: float = math.inf) -> int:
@@ -273,7 +273,7 @@ class BatchRows:
 
 @dataclass(frozen=True, slots=True)
 class LossTiles:
-    """What the loss holds of the similarities."""
+    """Similarities that a loss holds: in blocks, or all of them at once."""
 
     size: int  # rows and columns of a block, at most
     count: int  # blocks that live at once

@@ -213,18 +213,7 @@ def make_plan(
     dtype, dtype_notes = compute_dtype(config, config.torch_dtype, machine)
     tiles, tile_notes = _loss_tiles(config, machine, model, data.teacher_dimension)
     notes += tile_notes
-    all_queries = min(batch.total, data.num_records)
-    num_queries = min(batch.per_device, math.ceil(all_queries / devices.count))
-    documents = data.documents_per_query
-    rows = BatchRows(num_queries, math.ceil(num_queries * documents), all_queries, math.ceil(all_queries * documents))
-    num_pictures = min(rows.local, num_queries * data.pictures_per_record)
-    sampled_tokens = None
-    if data.record_tokens:
-        # By chance a batch's mean lies above the sample's, by the error of the smaller of both: by 4 errors in about
-        # one batch of 30,000.
-        num_sampled = min(num_queries, len(data.record_tokens))
-        error = statistics.pstdev(data.record_tokens) / math.sqrt(num_sampled)
-        sampled_tokens = math.ceil(num_queries * (statistics.mean(data.record_tokens) + SAMPLE_ERRORS * error))
+    rows, num_pictures, sampled_tokens = _rows_of_step(batch, devices, data)
     problem = PlanningProblem(config, machine, devices, model, rows, num_pictures, dtype, tiles, sampled_tokens)
 
     # The decisions.
@@ -236,7 +225,7 @@ def make_plan(
     if config.batch_sampling != "classes":  # batches of classes are made otherwise
         notes += step_notes
     loading = plan_loading(
-        config, machine, data, num_queries=num_queries, host_bytes=host_bytes, num_processes=devices.per_node
+        config, machine, data, num_queries=rows.num_queries, host_bytes=host_bytes, num_processes=devices.per_node
     )
     per_epoch, _ = epoch_layout(data.num_records, batch.total, drop_last=config.drop_last)
     last_step = step_batches(steps.total - 1, batches_per_epoch=per_epoch, accumulated=batch.accumulated)
@@ -283,6 +272,22 @@ def make_plan(
         reserved_bytes=reserved_bytes,
         device_is_known=devices.known,
     )
+
+
+def _rows_of_step(batch: BatchPlan, devices: Devices, data: DataSize) -> tuple[BatchRows, float, int | None]:
+    """Return the rows of a step, the pictures among those of one device, and their tokens by a sample."""
+    all_queries = min(batch.total, data.num_records)
+    num_queries = min(batch.per_device, math.ceil(all_queries / devices.count))
+    documents = data.documents_per_query
+    rows = BatchRows(num_queries, math.ceil(num_queries * documents), all_queries, math.ceil(all_queries * documents))
+    num_pictures = min(rows.local, num_queries * data.pictures_per_record)
+    if not data.record_tokens:
+        return rows, num_pictures, None
+    # By chance a batch's mean lies above the sample's, by the error of the smaller of both: by 4 errors in about one
+    # batch of 30,000.
+    error = statistics.pstdev(data.record_tokens) / math.sqrt(min(num_queries, len(data.record_tokens)))
+    sampled_tokens = math.ceil(num_queries * (statistics.mean(data.record_tokens) + SAMPLE_ERRORS * error))
+    return rows, num_pictures, sampled_tokens
 
 
 def compute_dtype(keys: OptimisationKeys, torch_dtype: str, machine: Machine) -> tuple[str, tuple[str, ...]]:

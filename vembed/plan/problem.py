@@ -56,7 +56,7 @@ class Way:
 
     @property
     def resharding(self) -> bool:
-        """Whether each encoder call gathers the weights anew."""
+        """True where each encoder call gathers the weights anew."""
         return self.mode in ("lean", "sharded")
 
     def __str__(self) -> str:

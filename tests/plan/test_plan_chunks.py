@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from plan_cases import CPU, DATA, GPU, MINILM, RECORDS, formula, plan_here, planned, reason
+from plan_cases import CPU, DATA, GPU, MINILM, RECORDS, formula, model, plan_here, planned, reason
 
 from vembed.plan.chunks import (
     ACCELERATOR_CHUNK_ROWS,
@@ -22,9 +22,10 @@ from vembed.plan.chunks import (
 )
 from vembed.plan.devices import GIB
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
-from vembed.plan.problem import BLAS_BYTES, CONTEXT_BYTES
+from vembed.plan.problem import BLAS_BYTES, CONTEXT_BYTES, reserve
 
 if TYPE_CHECKING:
+    from vembed.plan.cost import Candidate
     from vembed.plan.plan import Plan
 
 # A call of training ---------------------------------------------------------------------------------------------------
@@ -93,6 +94,8 @@ def test_rows_without_a_limit_are_as_long_as_a_sample_of_the_data_says() -> None
     made, unknown = plan_here(model=endless, data=sampled), plan_here(model=endless)
     tokens = math.ceil(64 * (300 + 4 * 100 / 8))
     assert made.bytes_per_device.activations == tokens * 100_000
+    small = plan_here(model=endless, data=replace(sampled, record_tokens=(200.0, 400.0) * 8))
+    assert small.bytes_per_device.activations == math.ceil(64 * (300 + 4 * 100 / 4)) * 100_000, "16 rows say less"
     assert plan_here("retain=1", model=endless, data=sampled).bytes_per_device.activations == tokens * 100_000
     whole = plan_here("use_gradient_cache=false", model=endless, data=sampled)
     assert whole.bytes_per_device.activations == tokens * 100_000
@@ -260,6 +263,34 @@ def test_a_call_takes_no_more_than_twenty_milliseconds_at_the_peak(bf16: str, pe
     made = planned("1xH200", deep, "global_batch_size=8192", "max_seq_length=512", f"bf16={bf16}", data=rows)
     assert made.chunks.tokens == int(0.02 * peak / 4e9)
     assert "; 20.0 ms of the device at its peak" in reason(made, "gradient_cache_chunk_tokens")
+
+
+def room_of(made: Plan, candidate: Candidate) -> int:
+    """The bytes that a way leaves to activations."""
+    sizes = candidate.bytes_per_device
+    free = (0.95 * made.memory_bytes - sum(reserve("cuda", candidate.way, made.world_size).values())) / 1.1
+    return int(free) - (sizes.total + sizes.apart - sizes.activations)
+
+
+def test_kept_graphs_take_nine_tenths_of_what_is_free_and_the_place_of_the_first_call() -> None:
+    made = plan_of("BERT-base", "H200")
+    (cached,) = [each for each in made.candidates if each.way.gradient_cache and not each.way.gradient_checkpointing]
+    tokens = cached.chunks.tokens
+    room = room_of(made, cached) - BERT.call_bytes(tokens, checkpointed=False)
+    token_bytes = BERT.kept_bytes_per_token(checkpointed=False, call_tokens=tokens)
+    assert cached.chunks.retain_tokens == int(0.9 * (room + token_bytes * tokens)) // token_bytes
+
+
+def test_a_call_that_gathers_the_weights_anew_takes_half_of_what_is_free() -> None:
+    made = planned("4xRTX4090-24GB", 2.5e9, "batch_size=4096")
+    plain = [each for each in made.candidates if not (each.way.use_lora or each.way.cpu_offload)]
+    (way,) = [
+        each
+        for each in plain
+        if each.way.mode == "sharded" and each.way.sharding_factor == 4 and not each.way.gradient_checkpointing
+    ]
+    token_bytes = model(2.5e9).call_bytes_per_token(checkpointed=False)
+    assert way.chunks.tokens == int(0.5 * (room_of(made, way) // token_bytes)) < made.memory_bytes // 4 // token_bytes
 
 
 def test_no_call_is_planned_larger_than_the_batch() -> None:

@@ -135,6 +135,25 @@ def test_adapters_are_float32_beside_a_base_in_half_precision() -> None:
     assert of(made, strategy="ddp").bytes_per_device.parameters == 2 * 10**9
 
 
+def test_sharded_blocks_are_gathered_in_the_type_that_they_compute_in_so_that_calls_keep_no_copies() -> None:
+    stack = replace(tower(500, 500, layers=1, hidden=1, tokens=1), cast_bytes=900, saved=CallCost(1.0, per_call=200.0))
+    assert stack.sharded(2).saved == CallCost(1.0, per_call=100.0), "200 + 900 less 500 values of 2 bytes"
+    assert replace(stack, cast_bytes=100).sharded(2).saved.per_call == 0
+    assert stack.sharded(2).cast_bytes == 0
+
+
+def test_gradients_that_blocks_leave_over_are_not_there_beside_the_graphs() -> None:
+    (stack,) = model(1e9).towers
+    split = replace(model(1e9), towers=(replace(stack, outside_blocks=2 * 10**8),))
+    sizes = of(planned("4xA100-80GB", split), strategy="fsdp", mode="sharded", sharding_factor=4).bytes_per_device
+    assert sizes.apart >= sizes.gradients + 4 * 2 * 10**8
+
+
+def test_gradients_of_accumulated_batches_are_there_beside_the_graphs() -> None:
+    one, two = (planned("1xA100-80GB", 6e8, f"gradient_accumulation_steps={steps}", "retain=0") for steps in (1, 2))
+    assert two.bytes_per_device.total == one.bytes_per_device.total + one.bytes_per_device.gradients
+
+
 def test_sharding_gathers_blocks_in_half_precision_and_the_rest_in_its_own() -> None:
     whole = model(1e9)
     (stack,) = whole.towers

@@ -6,9 +6,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from plan_cases import plan_here, planned
+from plan_cases import DATA, plan_here, planned, tower
 
 from vembed.plan.devices import GIB
+from vembed.plan.memory import ModelSize
+from vembed.plan.problem import Way
 from vembed.plan.text import comparison, explain, explain_fully
 from vembed.text import show_bytes, show_count
 
@@ -47,6 +49,11 @@ def test_the_short_form_is_one_screen_with_the_way_its_reason_the_memory_and_the
     assert "about 1:12 for all steps" in explain(made, facts={}, step_seconds=3.0)
     assert "compared: see --details\n" in explain(made, facts={}, details="--details") + "\n"
     assert "ways to train" not in text
+
+
+def test_keys_without_effect_stand_before_other_notes() -> None:
+    text = explain(plan_here().noting("3 rows are skipped", "fsdp_mode lean has no effect"), facts={})
+    assert text.index("fsdp_mode lean has no effect") < text.index("3 rows are skipped")
 
 
 def test_time_on_a_known_device_is_called_rough_and_on_an_unknown_one_is_not_guessed() -> None:
@@ -96,6 +103,27 @@ def test_the_ladder_goes_from_checkpointing_to_more_devices_with_numbers() -> No
     assert [line.partition(" ")[2].startswith(start) for line, start in zip(ladder, order, strict=True)] == [True] * 5
     assert all("GiB" in line for line in ladder)
     assert "GiB less" in ladder[2], "sharding 2.1B saves the most"
+
+
+def test_half_the_batch_is_half_of_its_pictures_too() -> None:
+    towers = [tower(8e7, 8e7, layers=12, hidden=512, tokens=64) for _ in range(2)]
+    both = (replace(towers[0], items="texts"), replace(towers[1], name="vision", items="pictures"))
+    size = ModelSize(160_000_000, 160_000_000, 4, 512, both, estimated=False, checkpointable=False)
+    pairs = replace(DATA, pictures_per_record=1.0)
+    whole, half = (planned("1xA100-80GB", size, f"batch_size={rows}", data=pairs) for rows in (64, 32))
+    assert whole.way == half.way == Way("single")
+    (line,) = [line for line in whole.advice.oom_ladder if "half the batch" in line]
+    assert f"half the batch: {show_bytes(half.bytes_per_device.total)} a device" in line
+
+
+def test_partly_sharded_ways_that_nobody_asked_for_are_shown_once() -> None:
+    made = planned("8xA100-80GB", 1e9)
+    lines = comparison(made).splitlines()
+    shown = [line.strip() for line in lines if "1/2 (ZeRO" in line or "1/4 (ZeRO" in line]
+    assert {line.partition(" (")[0] for line in shown} == {
+        f"{name} sharded, 1/{factor}" for name in ("fsdp", "fsdp_lora") for factor in (2, 4)
+    }
+    assert any("1/8 (ZeRO-2)" in line for line in lines)
 
 
 def test_more_devices_are_weighed_from_one_on() -> None:

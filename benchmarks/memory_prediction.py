@@ -49,8 +49,7 @@ from vembed.models.profile.profile import profile_model
 from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
 from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_late import VisionLateEncoder
-from vembed.plan.devices import Devices
-from vembed.plan.hardware import Machine, cpu_memory_bytes
+from vembed.plan.devices import Devices, Machine, cpu_memory_bytes
 from vembed.plan.plan import make_plan
 from vembed.plan.problem import DataSize
 

@@ -63,7 +63,7 @@ def texts(setting: Setting) -> Iterator[Finding]:
     """Compare the rate at which workers make batches with that of the steps, then let both run together."""
     import torch
 
-    from vembed.plan.loading import BATCHES_PER_WORKER, Loading
+    from vembed.plan.batch import BATCHES_PER_WORKER, Loading
     from vembed.training.loading import BatchLoader
 
     pairs, steps = (16, 4) if setting.is_small else (2048, 8)

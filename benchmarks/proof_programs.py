@@ -92,8 +92,7 @@ def _failure(what: str, said: str) -> Exception:
 
 def plan_against_memory(setting: Setting) -> Iterator[Finding]:
     """Compare what the plan predicts with what a step allocates, the allocator reserves, and the driver gives."""
-    from vembed.plan.problem import FIT_FACTOR, Way
-    from vembed.plan.reserve import reserve
+    from vembed.plan.problem import FIT_FACTOR, Way, reserve
 
     results = setting.folder / "memory.json"
     cases = ["BERT, LoRA"] if setting.is_small else ["GPU"]

@@ -15,8 +15,8 @@ from vembed.api.loading import device_named
 from vembed.distributed import devices, runtime
 from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.runtime import describe_machine, local_device, start_runtime
-from vembed.plan.hardware import GIB
-from vembed.plan.reserve import CONTEXT_BYTES
+from vembed.plan.devices import GIB
+from vembed.plan.problem import CONTEXT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

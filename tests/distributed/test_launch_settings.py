@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from vembed.config.schema import Config
@@ -192,6 +193,7 @@ def test_a_process_that_nobody_launched_trains_alone_and_plans_for_as_many_as_it
     planned = start_runtime(deterministic=False, num_processes=2, plans_only=True)
     assert (alone.ranks.world_size, alone.world_size) == (1, 1)
     assert (planned.ranks.world_size, planned.world_size) == (1, 2)
+    assert alone.machine.torch_version == torch.__version__, "the plan judges it"
     if alone.device.type == "cpu":
         assert planned.machine.memory_bytes == alone.machine.memory_bytes // 2
 

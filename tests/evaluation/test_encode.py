@@ -11,7 +11,7 @@ from vembed.gradcache.chunking import ChunkBudget, plan_chunks
 from vembed.models.encoder import Encoder
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.plan.hardware import Machine
+from vembed.plan.devices import Machine
 
 CPU = torch.device("cpu")
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]

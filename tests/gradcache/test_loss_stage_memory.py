@@ -19,8 +19,7 @@ from vembed.losses.base import BatchStructure, LossCommon
 from vembed.losses.registry import loss_section
 from vembed.losses.tiles import DEFAULT_TILE_SIZE
 from vembed.models.profile.live import LiveBytes
-from vembed.plan.devices import Devices
-from vembed.plan.hardware import Machine
+from vembed.plan.devices import Devices, Machine
 from vembed.plan.memory import ModelSize
 from vembed.plan.plan import make_plan
 from vembed.plan.problem import DataSize

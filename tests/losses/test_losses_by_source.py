@@ -20,7 +20,7 @@ from vembed.evaluation.card.gather import _loss_names
 from vembed.gradcache.loss_stage import LossStage
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import LossCommon
-from vembed.plan.memory import BatchRows, LossTiles, ModelSize, _similarities
+from vembed.plan.memory import BatchRows, LossTiles, ModelSize, similarity_values
 
 if TYPE_CHECKING:
     from rank_pool import RankPool
@@ -109,9 +109,9 @@ def test_the_plan_counts_the_largest_of_the_losses() -> None:
     size = ModelSize.__new__(ModelSize)
     parts = (LossTiles(4, 2, "matrix"), LossTiles(4, 0, "pairs"))
     rows = BatchRows.of_one(50, 70)
-    largest, smaller = (_similarities(size, rows, part) for part in parts)
+    largest, smaller = (similarity_values(size, rows, part) for part in parts)
     assert largest > smaller
-    assert _similarities(size, rows, LossTiles(4, 0, parts=parts, at_once=False)) == largest
+    assert similarity_values(size, rows, LossTiles(4, 0, parts=parts, at_once=False)) == largest
 
 
 def test_rows_of_a_source_are_read_for_its_own_loss() -> None:

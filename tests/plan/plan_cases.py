@@ -1,4 +1,4 @@
-"""Models by their number of parameters, planned for devices that nobody here has."""
+"""Models by their size, planned for one device, or for devices that nobody here has."""
 
 from __future__ import annotations
 
@@ -8,14 +8,37 @@ from typing import Any
 import pytest
 
 from vembed.config.load import load_config
-from vembed.plan import advice
-from vembed.plan.devices import parse_devices
+from vembed.plan.devices import GIB, Machine, parse_devices
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
 from vembed.plan.plan import Plan, make_plan
 from vembed.plan.problem import DataSize
 
+CPU = Machine("cpu", "the CPU", 16 * GIB, 8, fast_bf16=False)
+GPU = Machine("cuda", "NVIDIA H200", 139 * GIB, 16, fast_bf16=True)
+
 DATA = DataSize(num_records=100_000, documents_per_query=1.0)
 """Pairs."""
+
+RECORDS = DataSize(num_records=1000, documents_per_query=2.5)
+"""Few, with hard negatives."""
+
+
+def formula(*, max_length: int | None = 256, activation_bytes_per_token: int = 100_000) -> ModelSize:
+    """A small model of which only one number per token is known, in float32."""
+    return ModelSize.by_formula(
+        num_parameters=22_000_000, num_trainable=21_000_000, bytes_per_value=4, dimension=384, max_length=max_length,
+        activation_bytes_per_token=activation_bytes_per_token,
+    )  # fmt: skip
+
+
+MINILM = formula()
+
+
+def plan_here(*overrides: str, machine: Machine = CPU, model: ModelSize = MINILM, data: DataSize = RECORDS) -> Plan:
+    """Plan for one device of a machine."""
+    batch = [] if any(word.startswith("batch_size=") for word in overrides) else ["batch_size=64"]
+    config = load_config(None, ["model_name=m", *batch, *overrides]).config
+    return make_plan(config, machine, model, data)
 
 
 def tower(parameters: float, trainable: float, *, layers: int, hidden: int, tokens: int) -> TowerSize:
@@ -57,7 +80,7 @@ def planned(
     spread = parse_devices(devices)
     with pytest.MonkeyPatch.context() as patch:
         if not scaled:  # they are most of the work
-            patch.setattr(advice, "_scaling", lambda problem: ())
+            patch.setattr("vembed.plan.text.scaling_lines", lambda problem: ())
         return make_plan(config, spread.machine(16), sized, data, devices=spread)
 
 

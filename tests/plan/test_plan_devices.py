@@ -1,12 +1,29 @@
-"""Devices that a plan is made for: what their names mean, and what is refused."""
+"""Devices that a plan is made for, what their names mean; and what this machine gives one process."""
 
 from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
 
 import pytest
 
 from vembed.errors import ConfigError
-from vembed.plan.devices import KNOWN_DEVICES, NETWORK, Devices, find_known, parse_devices
-from vembed.plan.hardware import GIB, Machine
+from vembed.plan.devices import (
+    GIB,
+    KNOWN_DEVICES,
+    NETWORK,
+    Devices,
+    Machine,
+    cpu_cores,
+    cpu_memory_bytes,
+    find_known,
+    parse_devices,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Names and figures ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -67,3 +84,71 @@ def test_this_machine_becomes_as_many_devices_as_it_has_processes() -> None:
     card = Machine("cuda", "NVIDIA H200", 139 * GIB, 16, fast_bf16=True)
     assert Devices.of(card, 16, 2).per_node == 8
     assert str(Devices.of(card, 16, 2)) == "16 x NVIDIA H200, 139.0 GiB each on 2 machines"
+
+
+# Limits of a container or a batch job, as the system's files say them -------------------------------------------------
+
+
+JOB = "slurm/uid_7/job_9/step_0"
+
+
+VERSION_2 = f"0::/{JOB}\n"
+
+
+VERSION_1 = f"12:memory:/{JOB}\n5:cpu,cpuacct:/{JOB}\n1:name=systemd:/user.slice\n"
+
+
+def machine(root: Path, cgroups: str, files: dict[str, str]) -> Path:
+    """Write what /proc and /sys say of this process and its cgroups."""
+    for name, text in {"proc/self/cgroup": cgroups, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "files", "limited"),
+    [
+        (VERSION_2, {"sys/fs/cgroup/memory.max": "1048576\n"}, True),
+        (VERSION_2, {f"sys/fs/cgroup/{JOB}/memory.max": "1048576\n"}, True),
+        (VERSION_2, {f"sys/fs/cgroup/{JOB}/memory.max": "max", "sys/fs/cgroup/slurm/memory.max": "1048576"}, True),
+        (VERSION_2, {f"sys/fs/cgroup/{JOB}/memory.max": "max\n"}, False),
+        (VERSION_2, {"sys/fs/cgroup/slurm/uid_8/memory.max": "1048576\n"}, False),
+        (VERSION_1, {f"sys/fs/cgroup/memory/{JOB}/memory.limit_in_bytes": "1048576\n"}, True),
+        (VERSION_1, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "1048576\n"}, True),
+        (VERSION_1, {f"sys/fs/cgroup/memory/{JOB}/memory.limit_in_bytes": "9223372036854771712"}, False),
+        ("0::/\n", {"sys/fs/cgroup/memory.max": "1048576\n"}, True),
+    ],
+)
+def test_memory_is_the_least_limit_of_the_process_or_of_what_it_is_in(
+    tmp_path: Path, cgroups: str, files: dict[str, str], limited: bool
+) -> None:
+    whole = cpu_memory_bytes(tmp_path / "nothing")
+    assert whole > 1048576
+    assert cpu_memory_bytes(machine(tmp_path, cgroups, files)) == (1048576 if limited else whole)
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "files", "cores"),
+    [
+        (VERSION_2, {f"sys/fs/cgroup/{JOB}/cpu.max": "300000 100000\n"}, 3),
+        (VERSION_2, {f"sys/fs/cgroup/{JOB}/cpu.max": "max 100000\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
+        (VERSION_2, {f"sys/fs/cgroup/{JOB}/cpu.max": "50000 100000\n"}, 1),
+        (VERSION_2, {f"sys/fs/cgroup/{JOB}/cpu.max": "max 100000\n"}, 6),
+        (
+            VERSION_1,
+            {
+                f"sys/fs/cgroup/cpu/{JOB}/cpu.cfs_quota_us": "400000",
+                f"sys/fs/cgroup/cpu/{JOB}/cpu.cfs_period_us": "100000",
+            },
+            4,
+        ),
+        (VERSION_1, {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 6),
+    ],
+)
+def test_cores_are_those_that_the_process_is_bound_to_within_its_share_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroups: str, files: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    assert cpu_cores(machine(tmp_path, cgroups, files)) == cores

@@ -12,8 +12,7 @@ from vembed.config.load import load_config
 from vembed.errors import ConfigError
 from vembed.plan.devices import parse_devices
 from vembed.plan.plan import Plan, make_plan
-from vembed.plan.problem import FIT_FACTOR, FIT_SHARE, Way
-from vembed.plan.reserve import reserve
+from vembed.plan.problem import FIT_FACTOR, FIT_SHARE, Way, reserve
 from vembed.plan.strategy import prior
 
 CONFIGS = Path(__file__).parents[2] / "configs"

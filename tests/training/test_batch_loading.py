@@ -32,7 +32,7 @@ from vembed.errors import DataError, MachineError
 from vembed.losses.base import BatchStructure
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.plan.loading import Loading
+from vembed.plan.batch import Loading
 from vembed.training.batches import BatchSource
 from vembed.training.loading import BatchLoader
 from vembed.training.run import run_from_config

@@ -13,7 +13,7 @@ from vembed.config.load import load_config
 from vembed.config.schema import Config
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import Runtime
-from vembed.plan.hardware import GIB, Machine
+from vembed.plan.devices import GIB, Machine
 from vembed.training import run as assembly
 from vembed.training.planning import build_plan
 

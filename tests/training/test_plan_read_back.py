@@ -11,8 +11,7 @@ import pytest
 from vembed.checkpoint.contents import LoadedCheckpoint
 from vembed.config.load import load_config
 from vembed.config.record import plain_values
-from vembed.plan.devices import Devices
-from vembed.plan.hardware import GIB, Machine
+from vembed.plan.devices import GIB, Devices, Machine
 from vembed.plan.memory import ModelSize
 from vembed.plan.plan import Plan, make_plan
 from vembed.plan.problem import DataSize

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from vembed.evaluation.next_steps import next_commands
-from vembed.plan.batching import Steps
+from vembed.plan.batch import Steps
 from vembed.text import show_duration
 from vembed.training import progress
 from vembed.training.output import OutputFolder

@@ -17,7 +17,7 @@ import numpy as np
 
 from vembed.data.arrangements import AtRandom, shuffled
 from vembed.errors import DataError
-from vembed.plan.batching import epoch_layout
+from vembed.plan.batch import epoch_layout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

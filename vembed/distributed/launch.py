@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from vembed.distributed.failures import LAUNCHER_FOLDER, Failure, host_name, read_failure, write_for_the_dead
 from vembed.distributed.process_env import LAUNCHED_BY
 from vembed.errors import ExitCode
-from vembed.plan.hardware import cpu_cores
+from vembed.plan.devices import cpu_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -26,8 +26,8 @@ from vembed.distributed.process_env import ProcessEnv, process_env
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.watchdog import STORE_SECONDS, Watchdog
 from vembed.errors import ConfigError, MachineError
-from vembed.plan.hardware import Machine, cpu_cores, cpu_memory_bytes
-from vembed.plan.reserve import CONTEXT_BYTES
+from vembed.plan.devices import Machine, cpu_cores, cpu_memory_bytes
+from vembed.plan.problem import CONTEXT_BYTES
 
 TIMEOUT_SECONDS = 600
 """Longest wait for another process where the caller doesn't say."""
@@ -255,6 +255,7 @@ def describe_machine(device: torch.device, *, num_processes: int = 1) -> Machine
             fast_bf16=False,
             num_busy_cores=threads,
             narrow_gathers=gathers_narrow(),
+            torch_version=str(torch.__version__),
         )
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -269,5 +270,6 @@ def describe_machine(device: torch.device, *, num_processes: int = 1) -> Machine
             fast_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
             taken_bytes=taken,
             narrow_gathers=gathers_narrow(),
+            torch_version=str(torch.__version__),
         )
     return Machine(device.type, device.type, cpu_memory_bytes() // num_processes, cores, fast_bf16=False)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from vembed.plan.devices import OLDEST_TORCH
 from vembed.text import show_bytes
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 Level: TypeAlias = Literal["warning", "problem"]
 """A warning costs speed or may cost the run; with a problem nothing can be trained as it is."""
 
-OLDEST_TORCH, SHARDING_TORCH = (2, 11), (2, 15)
+SHARDING_TORCH = (2, 15)
 
 SMALL_SHARED_MEMORY = 1 << 30
 """Below it data workers and NCCL run out with large pictures or many GPUs; containers have 64 MiB by default."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from vembed.plan.hardware import cpu_cores, cpu_memory_bytes
+from vembed.plan.devices import cpu_cores, cpu_memory_bytes
 
 REQUIRED_PACKAGES = (
     "vembed", "torch", "transformers", "accelerate", "peft", "open_clip_torch", "datasets", "safetensors", "faiss-cpu",

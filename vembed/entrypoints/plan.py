@@ -13,8 +13,7 @@ from vembed.entrypoints import train
 from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
 from vembed.plan.devices import parse_devices
-from vembed.plan.explain import explain, explain_fully
-from vembed.plan.table import comparison
+from vembed.plan.text import comparison, explain, explain_fully
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vembed.evaluation.significance import Verdict
-    from vembed.plan.hardware import Machine
+    from vembed.plan.devices import Machine
     from vembed.plan.plan import Plan
 
 EARLY_STEPS = 10

@@ -29,8 +29,8 @@ from vembed.errors import ConfigError
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
 from vembed.gradcache.transfer import Transfer
 from vembed.losses.base import to_device
+from vembed.plan.chunks import call_tokens
 from vembed.plan.devices import Devices
-from vembed.plan.evaluation import call_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

@@ -1,19 +1,112 @@
-"""What a run is spread over: how many devices, how large, how fast, how they are joined."""
+"""Devices: what one process may use of this machine, and what a run is spread over.
+
+A `Machine` is one process with its device, here or imagined; `Devices` are all of them: how many, how large, how fast,
+how they are joined.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.errors import ConfigError
-from vembed.plan.hardware import GIB, Machine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+GIB = 1 << 30
+
+OLDEST_TORCH = (2, 11)
+"""The lowest torch that vembed runs with (pyproject.toml); pip keeps to it, a container's own torch may not."""
 
 USABLE_SHARE = 0.985
 """Of the memory on a device's label, what its driver leaves: "80GB" shows as 79 GiB, "24GB" as 23.6."""
+
+
+# This machine ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A process and its device, as the plan sees them."""
+
+    device: str  # "cpu" or the accelerator's type, e.g. "cuda"
+    device_name: str  # for people
+    memory_bytes: int  # of one process: its accelerator's, else the container's or the machine's
+    num_cores: int  # that this process may use
+    fast_bf16: bool  # whether bfloat16 saves time
+    taken_bytes: int = 0  # of the accelerator's memory, by other programs: `memory_bytes` leaves it out
+    narrow_gathers: bool = True  # whether shards of float32 are gathered in half precision where products take it
+    num_busy_cores: int = 1  # by training itself: on a CPU its threads, else the core that feeds the device
+    torch_version: str = ""  # e.g. "2.11.0+cu128"; empty where the plan is for another machine
+
+    @property
+    def has_old_torch(self) -> bool:
+        """True where its torch is older than the oldest that vembed runs with."""
+        numbers = tuple(int(part) for part in re.findall(r"\d+", self.torch_version)[:2])
+        return bool(numbers) and numbers < OLDEST_TORCH
+
+
+def cpu_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the memory that this process may use: the least limit of its cgroups, or all that the machine has.
+
+    Args:
+        root: Folder that /proc and /sys lie in.
+    """
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    names = ("memory.max", "memory.limit_in_bytes")  # of version 2 and 1
+    limits = [_read_numbers(folder / name) for folder in _cgroups("memory", root) for name in names]
+    return min([total, *(limit[0] for limit in limits if limit)])
+
+
+def cpu_cores(root: Path = Path("/")) -> int:
+    """Return the cores that this process may run on: those it is bound to, and no more than its cgroups' share of time.
+
+    Args:
+        root: Folder that /proc and /sys lie in.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _cgroups("cpu", root):
+        # Microseconds of computing in each period, over all cores: "150000 100000" are one and a half.
+        share = _read_numbers(folder / "cpu.max")
+        share = share or [*_read_numbers(folder / "cpu.cfs_quota_us"), *_read_numbers(folder / "cpu.cfs_period_us")]
+        if len(share) == 2:
+            cores = min(cores, share[0] // share[1])
+    return max(1, cores)
+
+
+def _cgroups(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the folders that may limit this process: that of its cgroup and all above, of versions 1 and 2."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return  # no Linux
+    for line in lines:
+        # "0::/user.slice" is version 2, one tree for all controllers; "5:cpu,cpuacct:/job" is a tree of version 1.
+        _, controllers, path = line.split(":", 2)
+        top = root / "sys/fs/cgroup"
+        if controllers:
+            top /= controller
+        if not controllers or controller in controllers.split(","):
+            folder = top / path.lstrip("/")
+            # A container sees its own cgroup at the top, under whatever path the host has for it: the folder of that
+            # path is missing there, and one above it has the limit.
+            yield from (folder, *(above for above in folder.parents if above.is_relative_to(top)))
+
+
+def _read_numbers(path: Path) -> list[int]:
+    """Return the whole numbers of a file; none where it is missing or says that there is no limit ("max", -1)."""
+    try:
+        words = path.read_text().split()
+    except OSError:
+        return []
+    return [int(word) for word in words] if all(word.isdigit() for word in words) else []
+
+
+# Devices of a run -----------------------------------------------------------------------------------------------------
 
 
 class Known(NamedTuple):
@@ -53,13 +146,10 @@ NETWORK = 25.0
 HOST_LINK = 20.0
 """From a device to its host's memory, in 10^9 bytes a second."""
 
-_FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:([A-Za-z][\w ]*?)(?:-|$))?(?:(\d+(?:\.\d+)?)\s*Gi?B)?", re.IGNORECASE)
-_EXAMPLES = "such as 8xH100-80GB, 4x24GB, or 2x8xA100-40GB for two machines of eight"
-
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What a run is spread over, one process on each."""
+    """All devices of a run, equal to each other, with one process on each."""
 
     name: str  # of one device, for people
     count: int  # over all machines
@@ -73,6 +163,7 @@ class Devices:
     def of(cls, machine: Machine, count: int = 1, nodes: int = 1) -> Devices:
         """Return so many devices like the machine's."""
         if machine.device == "cpu":
+            # Processes of one machine share its cores.
             speed = CPU_TFLOPS_PER_CORE * max(1, machine.num_cores // max(1, count // nodes))
             return cls(machine.device_name, count, machine.memory_bytes, speed, CPU_LINK, nodes)
         figures = find_known(machine.device_name)
@@ -91,7 +182,7 @@ class Devices:
 
     def machine(self, num_cores: int) -> Machine:
         """Return one of the machines, for a plan that is made elsewhere."""
-        has_bf16 = not any(each in _plain(self.name) for each in WITHOUT_BF16)
+        has_bf16 = not any(name in _plain(self.name) for name in WITHOUT_BF16)
         return Machine("cuda", self.name, self.memory_bytes, num_cores, fast_bf16=has_bf16)
 
     def __str__(self) -> str:
@@ -101,12 +192,16 @@ class Devices:
 
 def find_known(name: str) -> Known | None:
     """Return the figures of a device by its name, e.g. "NVIDIA H100 80GB HBM3"; None when it isn't in the table."""
-    names = [each for each in KNOWN_DEVICES if each in _plain(name)]
-    return KNOWN_DEVICES[max(names, key=len)] if names else None
+    names = [known for known in KNOWN_DEVICES if known in _plain(name)]
+    return KNOWN_DEVICES[max(names, key=len)] if names else None  # "L4" is in "L40S", too
 
 
 def _plain(name: str) -> str:
     return name.upper().replace(" ", "").replace("-", "").replace("_", "")
+
+
+_FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:([A-Za-z][\w ]*?)(?:-|$))?(?:(\d+(?:\.\d+)?)\s*Gi?B)?", re.IGNORECASE)
+_EXAMPLES = "such as 8xH100-80GB, 4x24GB, or 2x8xA100-40GB for two machines of eight"
 
 
 def parse_devices(text: str) -> Devices:

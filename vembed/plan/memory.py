@@ -1,4 +1,8 @@
-"""How many bytes a training step takes, part by part. Pure arithmetic."""
+"""Sizes of a model and of a loss, and how many bytes of a training step they take. Pure arithmetic.
+
+All bytes are of one process. A model is measured elsewhere (models/profile) and described here by its towers; a loss
+says in its section of keys (losses/keys.py) how much of the similarity matrix it holds.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,6 @@ ADAM_STATES = 2
 LOSS_STRIP_TILES = 10
 """Tiles that the loss keeps at most to save a matrix product, where one direction is trained."""
 
-
 WHOLE_COPIES = 4
 """What autograd holds of a loss over the whole matrix: similarities, logits, their exponentials and a gradient."""
 
@@ -23,9 +26,12 @@ GRAM_COPIES = 6
 """What a loss over the products of all dims holds of them: sums of both sides, and slopes and products of one."""
 
 
+# The model ------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """What an encoder call of R rows of width w costs: R * (per_token * w + per_pair * w * w) + per_call."""
+    """Cost of an encoder call of R rows of width w: R * (per_token * w + per_pair * w * w) + per_call."""
 
     per_token: float  # for each padded token
     per_pair: float = 0.0  # for each pair of tokens of a row: attention that stores its weights
@@ -65,14 +71,14 @@ class TowerSize:
         """Return what a call keeps for its backward pass."""
         return self.saved_checkpointed if checkpointed else self.saved
 
+    def passing(self, rows: float, width: float, *, checkpointed: bool) -> float:
+        """Return the bytes that a call takes beyond what it keeps."""
+        return (self.transient_checkpointed if checkpointed else self.transient).of(rows, width)
+
     def peak(self, rows: float, width: float, *, checkpointed: bool) -> float:
         """Return the bytes of a call at its worst moment, copies of weights left out."""
         kept = self.kept(checkpointed=checkpointed).of(rows, width)
         return kept + self.passing(rows, width, checkpointed=checkpointed)
-
-    def passing(self, rows: float, width: float, *, checkpointed: bool) -> float:
-        """Return the bytes that a call takes beyond what it keeps."""
-        return (self.transient_checkpointed if checkpointed else self.transient).of(rows, width)
 
     def sharded(self, compute_bytes: int) -> TowerSize:
         """Return the same tower where sharding gathers blocks in the type that they compute in: nothing is copied.
@@ -80,6 +86,7 @@ class TowerSize:
         Args:
             compute_bytes: Of a value of that type.
         """
+        # What a call keeps whatever its rows may be such copies, of frozen weights; what is no copy stays.
         copies = (self.num_parameters - self.outside_blocks) * compute_bytes
         saved = replace(self.saved, per_call=max(0.0, self.saved.per_call + self.cast_bytes - copies))
         return replace(self, saved=saved, cast_bytes=0)
@@ -87,7 +94,7 @@ class TowerSize:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What the plan must know of an encoder."""
+    """Sizes and costs of an encoder."""
 
     num_parameters: int  # also those outside of the towers
     num_trainable: int
@@ -127,7 +134,7 @@ class ModelSize:
             transient=CallCost(0.0),
             saved_checkpointed=cost,
             transient_checkpointed=CallCost(0.0),
-            forward_flops=CallCost(2.0 * num_parameters),
+            forward_flops=CallCost(2.0 * num_parameters),  # a multiplication and an addition for each weight
         )
         return cls(num_parameters, num_trainable, bytes_per_value, dimension, (tower,), checkpointable=False)
 
@@ -135,6 +142,11 @@ class ModelSize:
     def outside_blocks(self) -> int:
         """Parameters that no block holds."""
         return self.num_parameters - sum(tower.num_parameters - tower.outside_blocks for tower in self.towers)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Copies of weights that a step makes."""
+        return sum(tower.cast_bytes for tower in self.towers)
 
     @property
     def max_length(self) -> int | None:
@@ -145,8 +157,8 @@ class ModelSize:
     @property
     def row_vectors(self) -> int:
         """Embeddings of the longest item."""
-        of_row, of_token = self.vectors
-        return max(1, math.ceil(of_row + of_token * (self.max_length or 0)))
+        per_row, per_token = self.vectors
+        return max(1, math.ceil(per_row + per_token * (self.max_length or 0)))
 
     @property
     def query_vectors(self) -> int:
@@ -159,13 +171,8 @@ class ModelSize:
 
     @property
     def activation_bytes_per_token(self) -> int:
-        """What one token of the longest item keeps for backward, in the tower where it keeps most."""
+        """Bytes that one token of the longest item keeps for backward, in the tower where it keeps most."""
         return self.kept_bytes_per_token(checkpointed=False)
-
-    @property
-    def cast_bytes(self) -> int:
-        """Copies of weights that a step makes."""
-        return sum(tower.cast_bytes for tower in self.towers)
 
     def kept_bytes_per_token(self, *, checkpointed: bool, call_tokens: float = math.inf) -> int:
         """Return what one token of the longest item keeps for backward, in the tower where it keeps most.
@@ -173,13 +180,15 @@ class ModelSize:
         Args:
             call_tokens: Tokens of a call, which share what the call keeps whatever its size.
         """
-        costs = [(tower.kept(checkpointed=checkpointed), tower.max_tokens or 1) for tower in self.towers]
-        shared = (cost.per_call / call_tokens for cost, _ in costs)
-        own = ((cost.of(1, width) - cost.per_call) / width for cost, width in costs)
-        return max(1, *(int(sum(each)) for each in zip(own, shared, strict=True)))
+        most = 1
+        for tower in self.towers:
+            cost, width = tower.kept(checkpointed=checkpointed), tower.max_tokens or 1
+            of_rows = (cost.of(1, width) - cost.per_call) / width
+            most = max(most, int(of_rows + cost.per_call / call_tokens))
+        return most
 
     def call_bytes_per_token(self, *, checkpointed: bool) -> int:
-        """Return the same at the worst moment of a call."""
+        """Return the same at the worst moment of a call, without what the call takes whatever its size."""
         worst = 1
         for tower in self.towers:
             width = tower.max_tokens or 1
@@ -192,6 +201,7 @@ class ModelSize:
 
         The copies of weights that all calls share are in it.
         """
+        # At the end of a backward pass the gradients of the copies wait, as large as these, in place of activations.
         peaks = [max(float(tower.cast_bytes) for tower in self.towers)]
         for tower in self.towers:
             width = min(tower.max_tokens or 1, tokens)
@@ -206,6 +216,9 @@ class ModelSize:
         )
         adapted = None if self.adapted is None else self.adapted.limited(max_tokens)
         return replace(self, towers=towers, adapted=adapted)
+
+
+# A step ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,21 +244,6 @@ class BytesPerDevice:
 
 
 @dataclass(frozen=True, slots=True)
-class LossTiles:
-    """What the loss holds of the similarities."""
-
-    size: int  # rows and columns of a block, at most
-    count: int  # blocks that live at once
-    memory: str = "tiles"  # as the loss's facts say: blocks, the whole "matrix", listed "pairs", or "tokens"
-    strip: int = LOSS_STRIP_TILES  # most blocks of a strip of rows that is kept beside them; 0 where none is
-    listed: tuple[int, int] = (0, 0)  # numbers that live on for each query of the device, and each document of all
-    parts: tuple[LossTiles, ...] = ()  # of several losses: each one's; nothing else counts then
-    at_once: bool = True  # whether they are parts of a sum; else each batch has one of them, and the largest counts
-    teacher: int = 0  # dims of a teacher's vectors, which every device has of all rows
-    copies: int = 0  # of the embeddings of the device's queries
-
-
-@dataclass(frozen=True, slots=True)
 class BatchRows:
     """Rows of a step."""
 
@@ -260,7 +258,7 @@ class BatchRows:
         return cls(num_queries, num_documents, num_queries, num_documents)
 
     @property
-    def own(self) -> int:
+    def local(self) -> int:
         """Rows of one device."""
         return self.num_queries + self.num_documents
 
@@ -270,20 +268,39 @@ class BatchRows:
         return self.all_queries + self.all_documents
 
 
+# The loss -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LossTiles:
+    """Similarities that a loss holds: in blocks, or all of them at once."""
+
+    size: int  # rows and columns of a block, at most
+    count: int  # blocks that live at once
+    memory: str = "tiles"  # as the loss's facts say: blocks, the whole "matrix", listed "pairs", or "tokens"
+    strip: int = LOSS_STRIP_TILES  # most blocks of a strip of rows that is kept beside them; 0 where none is
+    listed: tuple[int, int] = (0, 0)  # numbers that live on for each query of the device, and each document of all
+    parts: tuple[LossTiles, ...] = ()  # of several losses: each one's; nothing else counts then
+    at_once: bool = True  # whether they are parts of a sum; else each batch has one of them, and the largest counts
+    teacher: int = 0  # dims of a teacher's vectors, which every device has of all rows
+    copies: int = 0  # of the embeddings of the device's queries
+
+
 def loss_bytes(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     """Return the memory of the loss stage: embeddings, their gradients, and what it holds of the similarities."""
     embeddings = 2 * size.values_of(rows.num_queries, rows.num_documents)
-    similarities = (embeddings + _similarities(size, rows, tiles)) * max(4, size.bytes_per_value)
-    return similarities + 4 * tiles.teacher * rows.all
+    # The loss computes in float32 at least, whatever the encoder does.
+    computed = (embeddings + similarity_values(size, rows, tiles)) * max(4, size.bytes_per_value)
+    return computed + 4 * tiles.teacher * rows.all
 
 
-def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
+def similarity_values(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     """Return how many numbers the loss holds at once; one that doesn't stream is computed whole on every device."""
     if tiles.parts and not tiles.at_once:
-        return max(_similarities(size, rows, part) for part in tiles.parts)
+        return max(similarity_values(size, rows, part) for part in tiles.parts)
     if tiles.parts:  # what one holds between its two sweeps waits for the others, and so does a gradient
         waiting = size.values_of(rows.num_queries, rows.all_documents)
-        return waiting + sum(_similarities(size, rows, part) for part in tiles.parts)
+        return waiting + sum(similarity_values(size, rows, part) for part in tiles.parts)
     if tiles.memory == "pairs":
         return WHOLE_COPIES * rows.all
     if tiles.memory == "gram":
@@ -291,7 +308,7 @@ def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     if tiles.memory in ("matrix", "tokens"):
         vectors = size.query_vectors * size.row_vectors if tiles.memory == "tokens" else 1
         return WHOLE_COPIES * rows.all_queries * rows.all_documents * vectors
-    # A block is one of vectors, where rows have several.
+    # Tiles: this device's queries against the documents of all. A block is one of vectors, where rows have several.
     height = min(tiles.size, rows.num_queries * size.query_vectors)
     tile = height * min(tiles.size, rows.all_documents * size.row_vectors)
     strip = min(tiles.strip * tiles.size**2, height * rows.all_documents)
@@ -302,4 +319,4 @@ def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
 def gathered_bytes(size: ModelSize, rows: BatchRows) -> int:
     """Return the memory of the embeddings of all devices and of their gradients; none on a single device."""
     values = size.values_of(rows.all_queries, rows.all_documents)
-    return 0 if rows.all == rows.own else 2 * values * max(4, size.bytes_per_value)
+    return 0 if rows.all == rows.local else 2 * values * max(4, size.bytes_per_value)

@@ -1,4 +1,8 @@
-"""Decide what the configuration left open, and say why."""
+"""The plan of a run: every decision that the configuration left open, and why it came out so.
+
+`make_plan` asks the other files in turn: the batch, the way to train, encoder calls, steps, loading. What only follows
+from those is decided here: the type that the encoder computes in, the tiles of the loss, packing and compilation.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +12,31 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from vembed.plan.advice import Advice, advise
-from vembed.plan.batching import BatchPlan, Steps, epoch_layout, plan_batch, plan_steps, step_batches
-from vembed.plan.compiling import plan_compiling
-from vembed.plan.devices import Devices
-from vembed.plan.evaluation import evaluation_calls
-from vembed.plan.hardware import cpu_memory_bytes
-from vembed.plan.loading import Loading, plan_loading
-from vembed.plan.memory import BatchRows, BytesPerDevice, LossTiles, ModelSize
-from vembed.plan.packing import plan_packing
-from vembed.plan.problem import FIT_FACTOR, FIT_SHARE, DataSize, PlanningProblem, Way
-from vembed.plan.reserve import reserve_notes
+from vembed.errors import ConfigError
+from vembed.plan.batch import epoch_layout, plan_batch, plan_loading, plan_steps, step_batches
+from vembed.plan.chunks import evaluation_calls, num_calls
+from vembed.plan.devices import OLDEST_TORCH, Devices, cpu_memory_bytes
+from vembed.plan.memory import BatchRows, LossTiles
+from vembed.plan.problem import FIT_FACTOR, FIT_SHARE, PlanningProblem, reserve
 from vembed.plan.strategy import choose
+from vembed.plan.text import advise
 from vembed.redact import redact_value
 from vembed.registry import plugin_lines
 from vembed.text import show_bytes, show_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from vembed.config.schema import Config
     from vembed.losses.registry import RunLoss
+    from vembed.plan.batch import BatchPlan, Loading, Steps
     from vembed.plan.chunks import ChunkPlan
-    from vembed.plan.cost_model import Candidate
-    from vembed.plan.hardware import Machine
-    from vembed.plan.keys import DistributedKeys, OptimisationKeys
+    from vembed.plan.cost import Candidate
+    from vembed.plan.devices import Machine
+    from vembed.plan.keys import OptimisationKeys
+    from vembed.plan.memory import BytesPerDevice, ModelSize
+    from vembed.plan.problem import DataSize, Way
+    from vembed.plan.text import Advice
 
 CPU_TILE_SIZE = 1024
 """Side of a block of the similarity matrix: 4 MiB of float32, so that a few of them stay in a core's caches."""
@@ -46,6 +50,19 @@ PLANNED_TOKENS = 2048
 SAMPLE_ERRORS = 4
 """Standard errors above the mean that the prediction counts with where the length of rows comes from a sample."""
 
+SAVED_SHARE = 0.15
+"""Of a step, what compiling saves by fusing what stands between the matrix products of a layer."""
+
+GRAPHS_PER_TOWER = 3
+"""Without gradients, with them, and for evaluation."""
+
+SECONDS_PER_GRAPH = 60
+
+LEAST_GAIN = 2
+"""So many times the seconds of compiling must be saved, as both are guesses."""
+
+PROVEN_ON: frozenset[str] = frozenset()
+"""Devices by a part of their name, as "H100", whose compile rows of benchmarks/gpu_proof.py held: none was tried."""
 
 PLACES = {
     "strategy": "way.strategy",
@@ -85,7 +102,7 @@ PLACES = {
     "scaling": "advice.scaling",
     "model": "model",
 }
-"""Key of plan.json, in its order -> where the plan holds it."""
+"""Key of plan.json, in its order -> attributes of `Plan` that lead to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +134,11 @@ class Plan:
     reserved_bytes: int = 0  # of one process, beside the prediction
     device_is_known: bool = False  # whether the speed figures are of this kind of device
 
-    def noting(self, *said: str, first: bool = False) -> Plan:
+    def noting(self, *notes: str, first: bool = False) -> Plan:
         """Return the plan with further notes, before or behind what it says already."""
         if first:
-            return replace(self, reasons=(*said, *self.reasons), notes=(*said, *self.notes))
-        return replace(self, reasons=(*self.reasons, *said), notes=(*self.notes, *said))
+            return replace(self, reasons=(*notes, *self.reasons), notes=(*notes, *self.notes))
+        return replace(self, reasons=(*self.reasons, *notes), notes=(*self.notes, *notes))
 
     def recommends(self, candidate: Candidate) -> bool:
         """Return whether a candidate is what the plan chose."""
@@ -135,7 +152,7 @@ class Plan:
     @property
     def guessed_step_seconds(self) -> float:
         """Seconds of a step by figures of the device, or of a general one where it isn't known; 0 where nothing is."""
-        chosen = next((each for each in self.candidates if self.recommends(each)), None)
+        chosen = next((candidate for candidate in self.candidates if self.recommends(candidate)), None)
         if chosen is None:
             return 0.0
         return chosen.compute_seconds / max(chosen.scaling_efficiency, 1e-9) * self.batch.accumulated
@@ -146,15 +163,17 @@ class Plan:
         for key, value in decisions.items():
             part, _, name = PLACES[key].rpartition(".")
             parts.setdefault(part, {})[name] = value
-        own = parts.pop("", {})
-        return replace(self, **own, **{part: replace(getattr(self, part), **new) for part, new in parts.items()})
+        of_plan = parts.pop("", {})
+        return replace(self, **of_plan, **{part: replace(getattr(self, part), **new) for part, new in parts.items()})
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of plan.json."""
-        content = {key: attrgetter(place)(self) for key, place in PLACES.items()}
+        content = {key: attrgetter(path)(self) for key, path in PLACES.items()}
         content |= {key: list(value) for key, value in content.items() if isinstance(value, tuple)}
         content["model"] = dict(self.model)
-        content["candidates"] = [each.to_json(recommended=self.recommends(each)) for each in self.candidates]
+        content["candidates"] = [
+            candidate.to_json(recommended=self.recommends(candidate)) for candidate in self.candidates
+        ]
         if self.rough_step_seconds is not None:
             content["rough_step_seconds"] = self.rough_step_seconds
         return {key: redact_value(value) for key, value in content.items()}
@@ -172,31 +191,49 @@ def make_plan(
         ConfigError: A key asks for what these devices or this model can't do.
     """
     devices = devices or Devices.of(machine)
-    model, length_notes = _limited(model, given=config.max_seq_length != "auto")
-    drop_last, host_bytes = config.drop_last, cpu_memory_bytes()
-    batch = plan_batch(config, config, devices, model, data, host_bytes=host_bytes, drop_last=drop_last)
+    host_bytes = cpu_memory_bytes()
+    notes = [*plugin_lines(config.plugins), *data.notes]
+    if machine.has_old_torch:  # pip refuses such a one, but a container may bring its own
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        note = (
+            f"torch {machine.torch_version} is older than {oldest}, the oldest that vembed runs with: the plan counts "
+            f"on that, and the run may stop; upgrade torch"
+        )
+        notes.insert(0, note)
+
+    # The sizes of the problem: rows as long as they may come, a batch, its rows, the type of values, the loss.
+    longest = max((tower.max_tokens or 0 for tower in model.towers if tower.cuts), default=0)
+    if model.max_length is not None and config.max_seq_length == "auto" and longest > PLANNED_TOKENS:
+        model = model.limited(PLANNED_TOKENS)
+        notes.append(
+            f"memory is predicted for texts of up to {PLANNED_TOKENS} of the {longest} tokens that the model takes; "
+            f"max_seq_length says otherwise"
+        )
+    batch = plan_batch(config, devices, model, data, host_bytes=host_bytes)
     dtype, dtype_notes = compute_dtype(config, config.torch_dtype, machine)
-    rows, num_pictures = _batch_rows(batch, devices, data)
     tiles, tile_notes = _loss_tiles(config, machine, model, data.teacher_dimension)
-    sampled = _sampled_tokens(data.record_tokens, rows.num_queries)
-    problem = PlanningProblem(config, machine, devices, model, rows, num_pictures, dtype, tiles, sampled)
+    notes += tile_notes
+    rows, num_pictures, sampled_tokens = _rows_of_step(batch, devices, data)
+    problem = PlanningProblem(config, machine, devices, model, rows, num_pictures, dtype, tiles, sampled_tokens)
+
+    # The decisions.
     packing, packing_reason = plan_packing(config, machine, model)
     choice = choose(problem)
     chosen = choice.chosen
     eval_rows, eval_tokens, eval_notes = evaluation_calls(problem, chosen)
-    steps, step_notes = plan_steps(config, config, batch, data.num_records, drop_last=drop_last)
-    per_epoch, _ = epoch_layout(data.num_records, batch.total, drop_last=drop_last)
-    batches = step_batches(steps.total - 1, batches_per_epoch=per_epoch, accumulated=batch.accumulated)
-    reserved = problem.reserve(chosen.way)
-    loading = plan_loading(config, machine, data, num_queries=rows.num_queries, num_processes=devices.per_node)
-    compiles, compile_notes = plan_compiling(problem, chosen, num_batches=batches.stop)
-    notes = (
-        *plugin_lines(config.plugins),
-        *data.notes,
-        *length_notes,
-        *tile_notes,
-        *(step_notes if config.batch_sampling != "classes" else ()),  # batches of classes are made otherwise
+    steps, step_notes = plan_steps(config, batch, data.num_records)
+    if config.batch_sampling != "classes":  # batches of classes are made otherwise
+        notes += step_notes
+    loading = plan_loading(
+        config, machine, data, num_queries=rows.num_queries, host_bytes=host_bytes, num_processes=devices.per_node
     )
+    per_epoch, _ = epoch_layout(data.num_records, batch.total, drop_last=config.drop_last)
+    last_step = step_batches(steps.total - 1, batches_per_epoch=per_epoch, accumulated=batch.accumulated)
+    compiles, compile_notes = plan_compiling(problem, chosen, num_batches=last_step.stop)
+
+    reserved = reserve(machine.device, chosen.way, devices.count)
+    reserved_bytes = sum(reserved.values())
+    named = ", ".join(f"{show_bytes(count)} {name}" for name, count in reserved.items() if name)
     return Plan(
         way=chosen.way,
         chunks=chosen.chunks,
@@ -209,13 +246,12 @@ def make_plan(
             *dtype_notes,
             *compile_notes,
             *batch.reasons,
-            *_narrow_notes(problem, chosen.way),
-            *_reduction_notes(config, devices.count, chosen.way),
+            *_weight_notes(problem, chosen.way),
             *chosen.chunks.reasons,
             packing_reason,
             *eval_notes,
-            memory_sentence(chosen, devices.memory_bytes, sum(reserved.values()), machine.taken_bytes),
-            *reserve_notes(reserved),
+            _memory_sentence(chosen, devices.memory_bytes, reserved_bytes, machine.taken_bytes),
+            *([f"reserve: {show_bytes(reserved_bytes)} ({named})"] if named else []),
             loading.reason,
         ),
         world_size=devices.count,
@@ -232,10 +268,26 @@ def make_plan(
         candidates=choice.candidates,
         advice=advise(problem, choice),
         why=choice.reasons,
-        notes=notes,
-        reserved_bytes=sum(reserved.values()),
+        notes=tuple(notes),
+        reserved_bytes=reserved_bytes,
         device_is_known=devices.known,
     )
+
+
+def _rows_of_step(batch: BatchPlan, devices: Devices, data: DataSize) -> tuple[BatchRows, float, int | None]:
+    """Return the rows of a step, the pictures among those of one device, and their tokens by a sample."""
+    all_queries = min(batch.total, data.num_records)
+    num_queries = min(batch.per_device, math.ceil(all_queries / devices.count))
+    documents = data.documents_per_query
+    rows = BatchRows(num_queries, math.ceil(num_queries * documents), all_queries, math.ceil(all_queries * documents))
+    num_pictures = min(rows.local, num_queries * data.pictures_per_record)
+    if not data.record_tokens:
+        return rows, num_pictures, None
+    # By chance a batch's mean lies above the sample's, by the error of the smaller of both: by 4 errors in about one
+    # batch of 30,000.
+    error = statistics.pstdev(data.record_tokens) / math.sqrt(min(num_queries, len(data.record_tokens)))
+    sampled_tokens = math.ceil(num_queries * (statistics.mean(data.record_tokens) + SAMPLE_ERRORS * error))
+    return rows, num_pictures, sampled_tokens
 
 
 def compute_dtype(keys: OptimisationKeys, torch_dtype: str, machine: Machine) -> tuple[str, tuple[str, ...]]:
@@ -251,7 +303,7 @@ def compute_dtype(keys: OptimisationKeys, torch_dtype: str, machine: Machine) ->
     return torch_dtype, ()
 
 
-def memory_sentence(candidate: Candidate, memory_bytes: int, reserved: int, taken: int) -> str:
+def _memory_sentence(candidate: Candidate, memory_bytes: int, reserved: int, taken: int) -> str:
     """Return the arithmetic of whether a candidate fits; `taken` are the bytes that other programs hold beside it."""
     total = candidate.bytes_per_device.total
     needed = FIT_FACTOR * total + reserved
@@ -263,82 +315,49 @@ def memory_sentence(candidate: Candidate, memory_bytes: int, reserved: int, take
     return f"memory: {arithmetic}: {'fits' if candidate.fits else 'may not fit; a smaller batch_size helps'}"
 
 
-def _limited(model: ModelSize, *, given: bool) -> tuple[ModelSize, list[str]]:
-    """Return the model for texts as long as they come.
-
-    Args:
-        given: Whether the user said how long.
-    """
-    longest = max((tower.max_tokens or 0 for tower in model.towers if tower.cuts), default=0)
-    if model.max_length is None or given or longest <= PLANNED_TOKENS:
-        return model, []
-    note = (
-        f"memory is predicted for texts of up to {PLANNED_TOKENS} of the {longest} tokens that the model takes; "
-        f"max_seq_length says otherwise"
-    )
-    return model.limited(PLANNED_TOKENS), [note]
-
-
-def _batch_rows(batch: BatchPlan, devices: Devices, data: DataSize) -> tuple[BatchRows, float]:
-    """Return the rows of a step, and how many of one device's are pictures."""
-    all_queries = min(batch.total, data.num_records)
-    own = min(batch.per_device, math.ceil(all_queries / devices.count))
-    documents = data.documents_per_query
-    rows = BatchRows(own, math.ceil(own * documents), all_queries, math.ceil(all_queries * documents))
-    return rows, min(rows.own, own * data.pictures_per_record)
-
-
-def _sampled_tokens(record_tokens: Sequence[float], num_records: int) -> int | None:
-    """Return the tokens that a batch has hardly ever more of, by those of sampled records; None without any."""
-    if not record_tokens:
-        return None
-    error = statistics.pstdev(record_tokens) / math.sqrt(min(num_records, len(record_tokens)))
-    return math.ceil(num_records * (statistics.mean(record_tokens) + SAMPLE_ERRORS * error))
-
-
-def _narrow_notes(problem: PlanningProblem, way: Way) -> list[str]:
-    """Say which weights are held in the type of mixed precision, and what is written."""
-    count = problem.sized(way).narrowed
-    if not count or problem.config.load_in_4bit:
-        return []
-    saved = count * (problem.model.bytes_per_value - problem.compute_bytes)
-    note = (
-        f"frozen weights: {show_count(count)} of linear layers are held in {problem.dtype}, {show_bytes(saved)} less: "
-        f"mixed precision rounds them to it in every call anyway; model/ is written from the unrounded files"
-    )
-    return [note]
-
-
-def _reduction_notes(keys: DistributedKeys, num_devices: int, way: Way) -> list[str]:
-    """Say how the gradients of several devices are added up, and what that never needs."""
-    notes = []
-    if keys.ddp_find_unused_parameters:
+def _weight_notes(problem: PlanningProblem, way: Way) -> list[str]:
+    """Say which weights lie in the type of mixed precision, and how gradients of several devices are added up."""
+    config, notes = problem.config, []
+    narrowed = problem.sized(way).narrowed
+    if narrowed and not config.load_in_4bit:
+        saved = narrowed * (problem.model.bytes_per_value - problem.compute_bytes)
+        notes.append(
+            f"frozen weights: {show_count(narrowed)} of linear layers are held in {problem.dtype}, {show_bytes(saved)} "
+            f"less: mixed precision rounds them to it in every call anyway; model/ is written from the unrounded files"
+        )
+    if config.ddp_find_unused_parameters:
         notes.append(
             "ddp_find_unused_parameters true: never needed; every trainable weight that a device didn't use counts as "
             "zero in the sum"
         )
-    if num_devices > 1 and way.mode is None:
-        start = "start as the first process has them" if keys.ddp_broadcast_buffers else "stay as each process has them"
-        notes.append(f"gradients are added up once a step, in buckets of {keys.ddp_bucket_cap_mb} MiB; buffers {start}")
+    if problem.devices.count > 1 and way.mode is None:
+        broadcast = config.ddp_broadcast_buffers
+        start = "start as the first process has them" if broadcast else "stay as each process has them"
+        notes.append(
+            f"gradients are added up once a step, in buckets of {config.ddp_bucket_cap_mb} MiB; buffers {start}"
+        )
     return notes
 
 
+# The loss -------------------------------------------------------------------------------------------------------------
+
+
 def _loss_tiles(
-    keys: Config, machine: Machine, model: ModelSize, teacher_dimension: int
+    config: Config, machine: Machine, model: ModelSize, teacher_dimension: int
 ) -> tuple[LossTiles, list[str]]:
     """Return the blocks of the similarity matrix; a Matryoshka loss holds one for each prefix beside the others."""
-    prefixes, notes = keys.mrl_dims or (), []
+    prefixes, notes = config.mrl_dims or (), []
     if prefixes and max(prefixes) < model.dimension:
         notes.append(
             f"mrl_dims: the whole vector of {model.dimension} dims is not among them, so only its first "
             f"{max(prefixes)} are trained"
         )
-    if keys.loss_precision == "tf32" and machine.device != "cuda":
+    if config.loss_precision == "tf32" and machine.device != "cuda":
         notes.append(f"loss_precision tf32 has no effect on {machine.device_name}: only CUDA devices have TF32")
-    size = keys.loss_tile_size
+    size = config.loss_tile_size
     if size == "auto":
         size = CPU_TILE_SIZE if machine.device == "cpu" else ACCELERATOR_TILE_SIZE
-    tiles = _tiles_of(keys.run_loss(), keys, size, len(prefixes))
+    tiles = _tiles_of(config.run_loss(), config, size, len(prefixes))
     return replace(tiles, teacher=teacher_dimension), notes
 
 
@@ -354,3 +373,98 @@ def _tiles_of(loss: RunLoss, config: Config, size: int, num_prefixes: int) -> Lo
         tiles = LossTiles(size, blocks + num_prefixes, keys.memory, strip, keys.numbers_kept, copies=keys.query_copies)
         parts.append(tiles)
     return parts[0] if len(parts) == 1 else LossTiles(size, 0, parts=tuple(parts), at_once=True)
+
+
+# Packing and compiling ------------------------------------------------------------------------------------------------
+
+
+def plan_packing(config: Config, machine: Machine, model: ModelSize) -> tuple[bool, str]:
+    """Return whether the rows of an encoder call lie end to end, and why.
+
+    Raises:
+        ConfigError: The user wants it and the model can't.
+    """
+    if config.packing is False:
+        return False, "packing false: the rows of a call are padded to the longest; as set"
+    if model.why_not_packed:
+        if config.packing is True:
+            raise ConfigError(f"packing true: {model.why_not_packed}; set packing: auto")
+        return False, f"packing false: {model.why_not_packed}"
+    if machine.device != "cpu":
+        as_set = "; as set" if config.packing is True else ""
+        return True, f"packing true: the rows of a call lie end to end instead of being padded to the longest{as_set}"
+    if config.packing is True:
+        return True, (
+            "packing true: as set; on a CPU attention weighs all pairs of a call's tokens: a slow reference, which "
+            "takes more memory than predicted, as the prediction is of padded rows"
+        )
+    return False, "packing false: a CPU has no fast operator for rows that lie end to end, so they are padded"
+
+
+def plan_compiling(problem: PlanningProblem, chosen: Candidate, *, num_batches: int) -> tuple[bool, tuple[str, ...]]:
+    """Return whether the layers of an encoder are compiled, and why: what that saves against what it takes.
+
+    Args:
+        num_batches: Of the whole run.
+
+    Raises:
+        ConfigError: They are to be and can't.
+    """
+    asked = problem.config.compile
+    if asked is False or (asked == "auto" and problem.machine.device != "cuda"):
+        return False, ()
+    obstacle = _compile_obstacle(problem, chosen)
+    if obstacle and asked is True:
+        raise ConfigError(f"compile: {obstacle}; set compile to auto or false")
+    if obstacle:
+        return False, (f"compile: off, as {obstacle}",)
+
+    # Seconds, both of them guesses.
+    graphs = GRAPHS_PER_TOWER * sum(tower.largest_block < tower.num_parameters for tower in problem.model.towers)
+    saved, taken = SAVED_SHARE * chosen.compute_seconds * num_batches, graphs * SECONDS_PER_GRAPH
+    compiles = asked is True or saved >= LEAST_GAIN * taken
+    is_proven = any(name in problem.machine.device_name for name in PROVEN_ON)
+    if compiles and asked == "auto" and not is_proven:
+        note = (
+            f"compile: off, as compiled layers aren't proven on {problem.machine.device_name} yet (docs/gpu.md); "
+            f"compile: true takes about {taken:,} s and may save about {saved:,.0f} s"
+        )
+        return False, (note,)
+
+    # Memory. Mixed precision casts a weight once a step; a compiled layer does so in each call, and keeps the copy with
+    # its graph. All kept calls but one hold weights beside the copy of the step, which the prediction counts.
+    copies, chunks = 0, chosen.chunks
+    if not chosen.way.gradient_checkpointing:
+        for tower in problem.sized(chosen.way).towers:
+            kept_rows = chunks.kept_share * problem.tower_rows(tower)
+            calls = num_calls(kept_rows, tower.max_tokens or 1, chunks.tokens, chunks.rows)
+            copies += max(0, calls - 1) * tower.cast_bytes
+    room = problem.limit_bytes(chosen.way) - chosen.bytes_per_device.total
+    if compiles and copies > room:
+        held = f"kept calls of compiled layers hold {show_bytes(copies)} of weights in {problem.dtype}"
+        spare = f"{show_bytes(max(0, room))} are to spare"
+        if asked is True:
+            return True, (f"compile: on, as set; {held}, and {spare}: set retain: 0",)
+        return False, (f"compile: off, as {held}, and {spare}; retain: 0 makes room",)
+
+    word = "on, as set" if asked is True else "on" if compiles else "off"
+    note = (
+        f"compile: {word}: {graphs} kinds of graphs take about {taken:,} s to compile and save about {saved:,.0f} s "
+        f"({SAVED_SHARE:.0%} of {num_batches:,} steps of about {chosen.compute_seconds:.2g} s)"
+    )
+    return compiles, (note,)
+
+
+def _compile_obstacle(problem: PlanningProblem, chosen: Candidate) -> str:
+    """Say why the layers can't be compiled; empty where they can."""
+    config, half = problem.config, ("bfloat16", "float16")
+    if all(tower.largest_block == tower.num_parameters for tower in problem.model.towers):
+        return "the model has no list of equal layers"
+    if config.load_in_4bit:
+        return "weights of 4 bits have kernels of their own"
+    # torch refuses to trace a weight whose gradient is of another type.
+    if chosen.way.mode is not None and problem.dtype in half:
+        return f"sharded layers hold weights in {problem.dtype} beside gradients in float32"
+    if config.torch_dtype in half and not chosen.way.use_lora:
+        return f"weights in {config.torch_dtype} have gradients in float32"
+    return ""

@@ -1,18 +1,13 @@
-"""What a plan is made for, and the ways of training that it weighs."""
+"""The planning problem: all numbers that a plan is made from, a way to train, and the memory that stays free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from vembed.plan.reserve import reserve
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vembed.config.schema import Config
-    from vembed.plan.devices import Devices
-    from vembed.plan.hardware import Machine
+    from vembed.plan.devices import Devices, Machine
     from vembed.plan.memory import BatchRows, LossTiles, ModelSize, TowerSize
 
 FIT_FACTOR, FIT_SHARE = 1.1, 0.95
@@ -31,7 +26,7 @@ VALUE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class DataSize:
-    """What the plan must know of the training data."""
+    """Sizes of the training data."""
 
     num_records: int
     documents_per_query: float  # mean of a record
@@ -61,7 +56,7 @@ class Way:
 
     @property
     def resharding(self) -> bool:
-        """Whether each encoder call gathers the weights anew."""
+        """True where each encoder call gathers the weights anew."""
         return self.mode in ("lean", "sharded")
 
     def __str__(self) -> str:
@@ -79,7 +74,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
-    """What a plan is made for."""
+    """Configuration, devices and sizes that a plan is made for."""
 
     config: Config
     machine: Machine  # the device of one process
@@ -93,11 +88,11 @@ class PlanningProblem:
 
     def limit_bytes(self, way: Way) -> int:
         """Return the most that the prediction for one device may be."""
-        return int((FIT_SHARE * self.devices.memory_bytes - sum(self.reserve(way).values())) / FIT_FACTOR)
+        return int((FIT_SHARE * self.devices.memory_bytes - self.reserved_bytes(way)) / FIT_FACTOR)
 
-    def reserve(self, way: Way) -> dict[str, int]:
-        """Return the bytes that stay free on each device, by what needs them."""
-        return reserve(self.machine.device, way, self.devices.count)
+    def reserved_bytes(self, way: Way) -> int:
+        """Return the bytes that stay free on each device."""
+        return sum(reserve(self.machine.device, way, self.devices.count).values())
 
     @property
     def compute_bytes(self) -> int:
@@ -111,6 +106,7 @@ class PlanningProblem:
     @property
     def peak_operations(self) -> float:
         """Operations a second of one device at its peak, in the type that the encoder computes with."""
+        # `tflops` is an accelerator's figure in half precision; a CPU's is one for all types.
         slow = self.machine.device != "cpu" and self.compute_bytes > 2
         return self.devices.tflops * 1e12 / (FULL_PRECISION_SLOWDOWN if slow else 1)
 
@@ -119,36 +115,51 @@ class PlanningProblem:
         model = self.model.adapted or self.model if way.use_lora else self.model
         if way.mode is None or self.gather_bytes(model) == model.bytes_per_value:
             return model
+        # Blocks that are gathered in half precision need no copies in it.
         return replace(model, towers=tuple(tower.sharded(self.compute_bytes) for tower in model.towers))
 
     def tower_rows(self, tower: TowerSize) -> float:
         """Return how many rows of one device pass through a tower."""
         if tower.items == "pictures":
             return self.num_pictures
-        return self.rows.own - self.num_pictures if tower.items == "texts" else self.rows.own
+        return self.rows.local - self.num_pictures if tower.items == "texts" else self.rows.local
 
 
-def all_ways(problem: PlanningProblem) -> Iterator[Way]:
-    """Yield every way that the devices and the model allow, the plainest first."""
-    adapted = problem.model.adapted is not None or problem.config.use_lora is True
-    lora = (False, True) if adapted else (False,)
-    recompute = (False, True) if problem.model.checkpointable else (False,)
-    count = problem.devices.count
-    for use_lora in lora:
-        for checkpointed in recompute:
-            for cached in (False, True):
-                strategy: Strategy = "single" if count == 1 else "ddp_gradcache" if cached else "ddp"
-                yield Way(strategy, cached, checkpointed, use_lora)
-    if problem.config.load_in_4bit:
-        return  # weights of 4 bits can't be sharded
-    for factor in (each for each in range(count, 1, -1) if count % each == 0):
-        for use_lora in lora:
-            sharded: Strategy = "fsdp_lora" if use_lora else "fsdp"
-            # Sharded gradients are added up in the type of the weights, chunk by chunk: half precision would lose them.
-            modes = MODES if use_lora or problem.model.bytes_per_value >= VALUE_BYTES["float32"] else MODES[:-1]
-            for checkpointed in recompute:
-                for mode in modes:
-                    yield Way(sharded, True, checkpointed, use_lora, mode, factor)
-            offloaded = modes[-1] if problem.config.fsdp_mode == "auto" else problem.config.fsdp_mode
-            for checkpointed in recompute if offloaded in modes else ():
-                yield Way(sharded, True, checkpointed, use_lora, offloaded, factor, cpu_offload=True)
+# The reserve ----------------------------------------------------------------------------------------------------------
+# Memory of a device that no tensor of a step takes: the driver's, the libraries', and that of the process itself. Rough
+# figures: they are added to the prediction as they are, and what the allocator loses between tensors is FIT_FACTOR.
+# `torch.cuda.mem_get_info` beside `torch.cuda.memory_reserved` shows the truth of a GPU; none of these was taken so.
+
+MIB = 1 << 20
+
+PROCESS_BYTES = 1536 * MIB
+"""On a CPU: the interpreter with torch, transformers and datasets, the rows of a batch, and what the system needs."""
+
+CONTEXT_BYTES = 640 * MIB
+"""The driver's context with the kernels of a step. Source: pytorch/pytorch#86509, 274 MiB when kernels are loaded as
+they are used, 636 MiB with all of them; training uses many, from several libraries."""
+
+BLAS_BYTES = 2 * 32 * MIB
+"""Workspaces of cuBLAS, one for the thread of forward and one for that of backward. Source: the cuBLAS documentation of
+cublasSetWorkspace, 32 MiB on Hopper and newer, 4 MiB before."""
+
+COMMUNICATOR_BYTES = 688 * MIB
+"""Buffers of a group of processes that talk by NCCL. Source: NVIDIA/nccl#964, 688 MB for a group of more than two A100
+that are joined by NVLink, 544 MB for one of two; other links take fewer channels, and less."""
+
+
+def reserve(device: str, way: Way, num_devices: int) -> dict[str, int]:
+    """Return the bytes that a process keeps free on its device, by what needs them; a CPU's have no name.
+
+    Args:
+        device: "cpu" or an accelerator's type.
+    """
+    if device == "cpu":
+        return {"": PROCESS_BYTES}
+    parts = {"context of the driver": CONTEXT_BYTES, "workspaces of cuBLAS": BLAS_BYTES}
+    if num_devices > 1:
+        # All processes form a group. Shards that are replicated add two: those that share a copy of the model, and
+        # those that hold the same shard.
+        count = 3 if way.mode is not None and way.sharding_factor < num_devices else 1
+        parts[f"{count} communicator{'s' if count > 1 else ''} of NCCL"] = count * COMMUNICATOR_BYTES
+    return parts

@@ -11,19 +11,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.errors import ConfigError
-from vembed.plan.cost_model import weigh
-from vembed.plan.problem import MODES, all_ways
+from vembed.plan.cost import weigh
+from vembed.plan.problem import MODES, VALUE_BYTES, Strategy, Way
 from vembed.text import show_bytes, show_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vembed.config.schema import Config
-    from vembed.plan.cost_model import Candidate
-    from vembed.plan.problem import PlanningProblem, Strategy, Way
+    from vembed.plan.cost import Candidate
+    from vembed.plan.problem import PlanningProblem
 
 LORA_FROM = 8_000_000_000
 """Parameters from which a sharded model trains adapters, where `use_lora` is auto."""
+
+CACHE_FROM = 1_000_000_000
+"""Parameters over which gradient checkpointing brings gradient caching with it, where that is auto."""
 
 DECIDING_KEYS = (
     "use_gradient_cache",
@@ -37,10 +40,11 @@ DECIDING_KEYS = (
 )
 """Keys that say how to train. What they leave `auto` is decided here."""
 
-MOST_STEPS_SAID = 6
+CLEARLY_FASTER = 1.05
+"""So many times the speed of the chosen way, and another is named: less is within the error of rough figures."""
 
-CACHE_FROM = 1_000_000_000
-"""Parameters over which gradient checkpointing brings gradient caching with it, where that is auto."""
+MOST_STEPS_SAID = 6
+"""Rungs that don't fit and are named, on the way to the chosen one."""
 
 
 class MatrixRow(NamedTuple):
@@ -62,15 +66,6 @@ MATRIX = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What was chosen, among what, and why."""
-
-    chosen: Candidate
-    candidates: tuple[Candidate, ...]  # all that were weighed
-    reasons: tuple[str, ...]  # one plain sentence each
-
-
 def prior(num_parameters: int, num_devices: int) -> MatrixRow:
     """Return the row of the decision matrix for a model on so many devices.
 
@@ -87,66 +82,95 @@ def prior(num_parameters: int, num_devices: int) -> MatrixRow:
     return min(rows, key=distance)
 
 
+def all_ways(problem: PlanningProblem) -> Iterator[Way]:
+    """Yield every way that the devices and the model allow, the plainest first."""
+    can_adapt = problem.model.adapted is not None or problem.config.use_lora is True
+    lora = (False, True) if can_adapt else (False,)
+    recompute = (False, True) if problem.model.checkpointable else (False,)
+    count = problem.devices.count
+    for use_lora in lora:
+        for checkpointed in recompute:
+            for cached in (False, True):
+                strategy: Strategy = "single" if count == 1 else "ddp_gradcache" if cached else "ddp"
+                yield Way(strategy, cached, checkpointed, use_lora)
+    if problem.config.load_in_4bit:
+        return  # weights of 4 bits can't be sharded
+    for factor in (divisor for divisor in range(count, 1, -1) if count % divisor == 0):
+        for use_lora in lora:
+            sharded: Strategy = "fsdp_lora" if use_lora else "fsdp"
+            # Sharded gradients are added up in the type of the weights, chunk by chunk: half precision would lose them.
+            modes = MODES if use_lora or problem.model.bytes_per_value >= VALUE_BYTES["float32"] else MODES[:-1]
+            for checkpointed in recompute:
+                for mode in modes:
+                    yield Way(sharded, True, checkpointed, use_lora, mode, factor)
+            offloaded = modes[-1] if problem.config.fsdp_mode == "auto" else problem.config.fsdp_mode
+            for checkpointed in recompute if offloaded in modes else ():
+                yield Way(sharded, True, checkpointed, use_lora, offloaded, factor, cpu_offload=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen way, all that were weighed, and the reasons."""
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]  # all that were weighed
+    reasons: tuple[str, ...]  # one plain sentence each
+
+
 def choose(problem: PlanningProblem) -> Choice:
     """Weigh every way of training and choose one.
 
     Raises:
         ConfigError: A key asks for what these devices or this model can't do.
     """
-    _check_factor(problem)
-    row = prior(problem.model.num_parameters, problem.devices.count)
+    config, count = problem.config, problem.devices.count
+    factor = config.sharding_factor
+    # On one device nothing is sharded, which the plan says: any factor is fine there.
+    if factor != "auto" and count > 1 and (factor > count or count % factor):
+        divisors = [divisor for divisor in range(1, count + 1) if count % divisor == 0]
+        nearest = min(divisors, key=lambda divisor: abs(divisor - int(factor)))
+        raise ConfigError(f"sharding_factor {factor} doesn't divide {count} devices; set it to {nearest}, or to auto")
+    row = prior(problem.model.num_parameters, count)
     candidates = tuple(weigh(problem, way) for way in all_ways(problem))
-    wished = [each for each in candidates if _as_wished(problem, each.way)]
+    wished = [candidate for candidate in candidates if _as_wished(problem, candidate.way)]
     if not wished:
         raise ConfigError(
-            f"no way to train has all of {_set_keys(problem.config)} with torch_dtype {problem.config.torch_dtype} on "
-            f"{problem.devices.count} devices; set one of them to auto"
+            f"no way to train has all of {_set_keys(config)} with torch_dtype {config.torch_dtype} on {count} devices; "
+            f"set one of them to auto"
         )
-    free = _unasked(problem, candidates, row)
     chosen = _first_fitting(problem, wished, row)
     fits = chosen is not None
     if chosen is None:
-        chosen = min(wished, key=lambda each: each.bytes_per_device.total)
-    plain = next((each for each in candidates if str(each.way) == "single"), chosen)
-    reasons = [_headline(problem, row, chosen, plain), *_warnings(problem, chosen, free, fits=fits)]
-    usual = [each for each in candidates if each in wished or each.way.sharding_factor in (1, problem.devices.count)]
-    faster = _faster(usual, chosen)
-    if faster is not None:
-        ruled_out = faster not in wished and bool(_set_keys(problem.config))
-        why = f"ruled out by {_set_keys(problem.config)}" if ruled_out else "it isn't taken unless keys ask for it"
+        chosen = min(wished, key=lambda candidate: candidate.bytes_per_device.total)
+
+    # What the numbers alone would choose. Sharding in groups is only taken when a key asks for it.
+    unset = replace(problem, config=config.model_copy(update=dict.fromkeys(DECIDING_KEYS, "auto")))
+    whole = [candidate for candidate in candidates if candidate.way.sharding_factor in (1, count)]
+    free = _first_fitting(unset, whole, row)
+    reasons = [_headline(problem, row, chosen, candidates), *_warnings(problem, chosen, free, fits=fits)]
+
+    # The fastest that fits and trains the same weights.
+    usual = [candidate for candidate in candidates if candidate in wished or candidate in whole]
+    same = [candidate for candidate in usual if candidate.fits and candidate.way.use_lora == chosen.way.use_lora]
+    fastest = max(same, key=lambda candidate: candidate.relative_speed, default=chosen)
+    if fastest.relative_speed > CLEARLY_FASTER * chosen.relative_speed:
+        ruled_out = fastest not in wished and bool(_set_keys(config))
+        why = f"ruled out by {_set_keys(config)}" if ruled_out else "it isn't taken unless keys ask for it"
         reasons.append(
-            f"{faster.way} fits as well and is about {faster.relative_speed / chosen.relative_speed:.2g} times as fast "
-            f"by rough figures; {why}"
+            f"{fastest.way} fits as well and is about {fastest.relative_speed / chosen.relative_speed:.2g} times as "
+            f"fast by rough figures; {why}"
         )
     return Choice(chosen, candidates, (*reasons, *_steps_down(problem, row, wished, chosen)))
 
 
-def _unasked(problem: PlanningProblem, candidates: Sequence[Candidate], row: MatrixRow) -> Candidate | None:
-    """Return what the numbers alone would choose."""
-    plain = replace(problem, config=problem.config.model_copy(update=dict.fromkeys(DECIDING_KEYS, "auto")))
-    whole = [each for each in candidates if each.way.sharding_factor in (1, problem.devices.count)]
-    return _first_fitting(plain, whole, row)
-
-
-def _check_factor(problem: PlanningProblem) -> None:
-    factor, count = problem.config.sharding_factor, problem.devices.count
-    if factor == "auto" or (factor <= count and count % factor == 0):
-        return
-    if count == 1:
-        return  # nothing is sharded on one device, which the plan says
-    divisors = [each for each in range(1, count + 1) if count % each == 0]
-    nearest = min(divisors, key=lambda each: abs(each - int(factor)))
-    raise ConfigError(f"sharding_factor {factor} doesn't divide {count} devices; set it to {nearest}, or to auto")
-
-
 def _as_wished(problem: PlanningProblem, way: Way) -> bool:
     """Return whether a way keeps what the user set."""
-    config, alone = problem.config, problem.devices.count == 1
+    config = problem.config
     wishes: list[tuple[object, object]] = [
         (config.use_lora, way.use_lora),
         (config.gradient_checkpointing if problem.model.checkpointable else "auto", way.gradient_checkpointing),
     ]
-    if not alone:
+    if problem.devices.count > 1:
         factor = problem.devices.count if config.sharding_factor == "auto" else config.sharding_factor
         wishes += [
             (config.use_fsdp, way.mode is not None),
@@ -154,11 +178,11 @@ def _as_wished(problem: PlanningProblem, way: Way) -> bool:
             (config.fsdp_mode if way.mode is not None else "auto", way.mode),
             (factor if way.mode is not None or config.sharding_factor != "auto" else "auto", way.sharding_factor),
         ]
-        if config.fsdp_mode != "auto" or config.cpu_offload is True:
+        if config.fsdp_mode != "auto" or config.cpu_offload is True:  # either asks for sharding
             wishes.append((True, way.mode is not None))
     if way.mode is None:
         wishes.append((_caching(problem), way.gradient_cache))
-    return all(wish in ("auto", what) for wish, what in wishes)
+    return all(wish in ("auto", value) for wish, value in wishes)
 
 
 def _caching(problem: PlanningProblem) -> str | bool:
@@ -172,9 +196,16 @@ def _caching(problem: PlanningProblem) -> str | bool:
     return True if large and config.gradient_checkpointing is True else "auto"
 
 
+# The ladder -----------------------------------------------------------------------------------------------------------
+
+
 def _rung(problem: PlanningProblem, way: Way) -> int | None:
-    """Return a way's place in the ladder; None for what is only taken when a key asks for it."""
-    config, alone = problem.config, problem.devices.count == 1
+    """Return a way's rung of the ladder; None for what is only taken when a key asks for it.
+
+    0 replicated, 100 with caching, 200 with checkpointing too; 300 fast, 301 lean, 302 sharded, and 310 to 312 with
+    checkpointing; 400 and on the same with LoRA that nobody asked for, or LoRA on one device; 500 offload.
+    """
+    config, model = problem.config, problem.model
     unasked_checkpointing = way.gradient_checkpointing and config.gradient_checkpointing == "auto"
     unasked_lora = way.use_lora and config.use_lora == "auto"
     if unasked_lora and config.trainable != "all":
@@ -183,45 +214,30 @@ def _rung(problem: PlanningProblem, way: Way) -> int | None:
         if unasked_checkpointing and not way.gradient_cache:
             return None
         if unasked_lora:
-            return 400 + 10 * way.gradient_cache + unasked_checkpointing if alone else None
+            return 400 + 10 * way.gradient_cache + unasked_checkpointing if problem.devices.count == 1 else None
         return 100 * way.gradient_cache + 100 * unasked_checkpointing
     if way.cpu_offload:
         return 500 + way.use_lora
-    if not way.use_lora and config.use_lora == "auto" and _adapts_when_sharded(problem):
+    # From LORA_FROM on sharding means adapters, unless a key speaks against them.
+    adapts = model.adapted is not None and model.num_parameters >= LORA_FROM and config.trainable == "all"
+    if not way.use_lora and config.use_lora == "auto" and adapts:
         return None
-    first = 400 if way.use_lora and config.use_lora == "auto" else 300
-    return first + 10 * unasked_checkpointing + (0 if way.mode is None else MODES.index(way.mode))
-
-
-def _adapts_when_sharded(problem: PlanningProblem) -> bool:
-    config, model = problem.config, problem.model
-    return model.adapted is not None and model.num_parameters >= LORA_FROM and config.trainable == "all"
+    return (400 if unasked_lora else 300) + 10 * unasked_checkpointing + MODES.index(way.mode)
 
 
 _FIRST_RUNG = {"single": 0, "ddp": 0, "ddp_gradcache": 100, "fsdp_lora": 300}
+"""Rung on which the ladder begins, by the strategy of the matrix."""
 
 
 def _first_fitting(problem: PlanningProblem, candidates: Sequence[Candidate], row: MatrixRow) -> Candidate | None:
     """Return the first candidate of the ladder that fits, from the prior on; before it where nothing later does."""
-    found = [
-        (rung, place)
-        for place, each in enumerate(candidates)
-        if each.fits and (rung := _rung(problem, each.way)) is not None
+    fitting = [
+        (rung, number)
+        for number, candidate in enumerate(candidates)
+        if candidate.fits and (rung := _rung(problem, candidate.way)) is not None
     ]
-    later = [each for each in found if each[0] >= _FIRST_RUNG[row.strategy]] or found
+    later = [(rung, number) for rung, number in fitting if rung >= _FIRST_RUNG[row.strategy]] or fitting
     return candidates[min(later)[1]] if later else None
-
-
-def _headline(problem: PlanningProblem, row: MatrixRow, chosen: Candidate, plain: Candidate) -> str:
-    count = problem.devices.count
-    if count == 1 and chosen.way.gradient_cache and not plain.fits:
-        need = show_bytes(plain.bytes_per_device.total)
-        return f"single: one process on one device; without caching it would need {need}"
-    if count == 1:
-        return "single: one process on one device"
-    size = f"{show_count(problem.model.num_parameters)} parameters on {problem.devices.count} devices"
-    other = "" if row.alternative is None else f", else {row.alternative}"
-    return f"{chosen.way}: {size}; the decision matrix says {row.strategy}{other}"
 
 
 def _steps_down(problem: PlanningProblem, row: MatrixRow, wished: Sequence[Candidate], chosen: Candidate) -> list[str]:
@@ -229,38 +245,53 @@ def _steps_down(problem: PlanningProblem, row: MatrixRow, wished: Sequence[Candi
     end = _rung(problem, chosen.way)
     if problem.devices.count == 1 and end is not None and end <= _FIRST_RUNG["ddp_gradcache"]:
         return []
-    said: dict[str, Candidate] = {}
-    for each in wished:
-        rung = _rung(problem, each.way)
+    passed: dict[str, Candidate] = {}  # the first candidate of each name: groups of shards have one name
+    for candidate in wished:
+        rung = _rung(problem, candidate.way)
         if rung is not None and _FIRST_RUNG[row.strategy] <= rung and (end is None or rung < end):
-            said.setdefault(str(each.way), each)
-    said = dict(list(said.items())[:MOST_STEPS_SAID])
-    return [_too_large(problem, name, each) for name, each in said.items()]
+            passed.setdefault(str(candidate.way), candidate)
+    sentences = []
+    for name, candidate in list(passed.items())[:MOST_STEPS_SAID]:
+        sizes, limit = candidate.bytes_per_device, problem.limit_bytes(candidate.way)
+        if sizes.total <= limit:
+            sentences.append(
+                f"{name} would keep all graphs of the batch: {show_bytes(sizes.activations)} of activations, more of "
+                f"the spare memory than an estimate may take"
+            )
+        else:
+            sentences.append(
+                f"{name} doesn't fit: {show_bytes(sizes.total)} predicted, at most {show_bytes(limit)} of "
+                f"{show_bytes(problem.devices.memory_bytes)} with reserve"
+            )
+    return sentences
 
 
-def _too_large(problem: PlanningProblem, name: str, candidate: Candidate) -> str:
-    sizes, limit = candidate.bytes_per_device, problem.limit_bytes(candidate.way)
-    if sizes.total <= limit:
-        return (
-            f"{name} would keep all graphs of the batch: {show_bytes(sizes.activations)} of activations, more of the "
-            f"spare memory than an estimate may take"
-        )
-    return (
-        f"{name} doesn't fit: {show_bytes(sizes.total)} predicted, at most {show_bytes(limit)} of "
-        f"{show_bytes(problem.devices.memory_bytes)} with reserve"
-    )
+# Reasons --------------------------------------------------------------------------------------------------------------
+
+
+def _headline(problem: PlanningProblem, row: MatrixRow, chosen: Candidate, candidates: Sequence[Candidate]) -> str:
+    count = problem.devices.count
+    if count == 1:
+        plain = next((candidate for candidate in candidates if str(candidate.way) == "single"), chosen)
+        if chosen.way.gradient_cache and not plain.fits:
+            need = show_bytes(plain.bytes_per_device.total)
+            return f"single: one process on one device; without caching it would need {need}"
+        return "single: one process on one device"
+    size = f"{show_count(problem.model.num_parameters)} parameters on {count} devices"
+    other = "" if row.alternative is None else f", else {row.alternative}"
+    return f"{chosen.way}: {size}; the decision matrix says {row.strategy}{other}"
 
 
 def _warnings(problem: PlanningProblem, chosen: Candidate, free: Candidate | None, *, fits: bool) -> list[str]:
-    """Say where the numbers speak against what the user set."""
+    """Say where the numbers speak against what the user set, and what a set key doesn't do."""
     config, way = problem.config, chosen.way
-    said = []
+    sentences = []
     if not fits:
-        said.append(f"no way that the keys allow fits; {way} needs least")
+        sentences.append(f"no way that the keys allow fits; {way} needs least")
     if free is not None and not fits:
-        said.append(f"by the numbers {free.way} would fit; the keys that are set rule it out")
+        sentences.append(f"by the numbers {free.way} would fit; the keys that are set rule it out")
     elif free is not None and free.way.strategy != way.strategy:
-        said.append(f"{_set_keys(config)}: as set; the numbers alone would give {free.way}")
+        sentences.append(f"{_set_keys(config)}: as set; the numbers alone would give {free.way}")
     if problem.devices.count == 1:
         idle = {
             "use_fsdp true": config.use_fsdp is True,
@@ -268,32 +299,21 @@ def _warnings(problem: PlanningProblem, chosen: Candidate, free: Candidate | Non
             f"fsdp_mode {config.fsdp_mode}": config.fsdp_mode != "auto",
             "cpu_offload true": config.cpu_offload is True,
         }
-        said += [
-            f"{name} has no effect: one process has nothing to shard over" for name, given in idle.items() if given
+        sentences += [
+            f"{name} has no effect: one process has nothing to shard over" for name, is_set in idle.items() if is_set
         ]
     if way.use_lora and config.use_lora == "auto":
-        said.append("use_lora: adapters train beside a frozen base; use_lora false keeps full fine-tuning")
+        sentences.append("use_lora: adapters train beside a frozen base; use_lora false keeps full fine-tuning")
     if way.gradient_checkpointing and config.gradient_checkpointing == "auto":
-        said.append("gradient_checkpointing: on, as a step wouldn't fit without; false rules it out")
-    if (
-        way.mode is None
-        and config.use_gradient_cache == "auto"
-        and _caching(problem) is True
-        and config.retain == "auto"
-    ):
-        said.append("use_gradient_cache: on, as it is with gradient checkpointing above 1B parameters")
+        sentences.append("gradient_checkpointing: on, as a step wouldn't fit without; false rules it out")
+    open_caching = config.use_gradient_cache == "auto" and config.retain == "auto"
+    if way.mode is None and open_caching and _caching(problem) is True:
+        sentences.append("use_gradient_cache: on, as it is with gradient checkpointing above 1B parameters")
     if not problem.model.checkpointable and config.gradient_checkpointing is True:
-        said.append("gradient_checkpointing true has no effect: this model computes nothing again")
-    return said
+        sentences.append("gradient_checkpointing true has no effect: this model computes nothing again")
+    return sentences
 
 
 def _set_keys(config: Config) -> str:
-    given = {name: getattr(config, name) for name in DECIDING_KEYS if getattr(config, name) != "auto"}
-    return ", ".join(f"{name} {str(value).lower()}" for name, value in given.items())
-
-
-def _faster(candidates: Sequence[Candidate], chosen: Candidate) -> Candidate | None:
-    """Return the fastest that fits and trains the same weights, if it is clearly faster."""
-    same = [each for each in candidates if each.fits and each.way.use_lora == chosen.way.use_lora]
-    fastest = max(same, key=lambda each: each.relative_speed, default=chosen)
-    return fastest if fastest.relative_speed > 1.05 * chosen.relative_speed else None
+    values = {name: getattr(config, name) for name in DECIDING_KEYS}
+    return ", ".join(f"{name} {str(value).lower()}" for name, value in values.items() if value != "auto")

@@ -24,7 +24,7 @@ from vembed.evaluation.significance import Verdict, verdict
 from vembed.files import new_folder, share_permissions
 from vembed.models.adapters.lora import has_adapters, merge_adapters
 from vembed.models.adapters.trained import narrowed_bytes, save_trained
-from vembed.plan.hardware import cpu_cores
+from vembed.plan.devices import cpu_cores
 from vembed.redact import redact
 from vembed.text import show_bytes
 from vembed.training.progress import LABEL_COLUMNS

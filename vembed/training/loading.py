@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.plan.loading import Loading
+    from vembed.plan.batch import Loading
     from vembed.training.batches import BatchSource, FeaturedBatch, PreparedBatch
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch puts shared tensors; only its free space is looked at

@@ -19,8 +19,7 @@ from vembed.models.load import load_skeleton
 from vembed.models.names import locate, scratch_rate
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.plan.devices import Devices
-from vembed.plan.hardware import cpu_cores
+from vembed.plan.devices import Devices, cpu_cores
 from vembed.plan.plan import Plan, compute_dtype, make_plan
 from vembed.plan.problem import DataSize, Mode, Strategy
 from vembed.plan.strategy import DECIDING_KEYS
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from vembed.config.schema import Config
     from vembed.data.run_data import RunData
     from vembed.distributed.runtime import Runtime
-    from vembed.plan.hardware import Machine
+    from vembed.plan.devices import Machine
     from vembed.plan.memory import ModelSize
 
 

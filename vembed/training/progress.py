@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from vembed.plan.batching import Steps
+    from vembed.plan.batch import Steps
     from vembed.plan.plan import Plan
     from vembed.training.output import OutputFolder
 

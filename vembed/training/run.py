@@ -44,9 +44,8 @@ from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.compiling import compile_errors_explained, compile_layers
 from vembed.models.files import DTYPES
 from vembed.output_lock import FolderInUseError, hold_output
-from vembed.plan.batching import step_batches
-from vembed.plan.explain import explain, explain_fully
-from vembed.plan.table import comparison
+from vembed.plan.batch import step_batches
+from vembed.plan.text import comparison, explain, explain_fully
 from vembed.redact import redact
 from vembed.training.batches import ask, batch_source, frozen_items, open_batches, teacher_of
 from vembed.training.callbacks import Callbacks, EndEvent

@@ -29,7 +29,7 @@ from vembed.evaluation.encode import Encoded, ItemEncoder, encoding_budget, refu
 from vembed.evaluation.provenance import digest, model_key
 from vembed.models.cross_encoder import CrossEncoder
 from vembed.models.load import load_encoder
-from vembed.plan.cost_model import PEAK_SHARE
+from vembed.plan.cost import PEAK_SHARE
 from vembed.text import show_bytes, show_count
 from vembed.vectors.items import ItemVectors, StoredSide, distinct_items
 from vembed.vectors.store import VectorStore

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 Level: TypeAlias = Literal["warning", "problem"]
 """A warning costs speed or may cost the run; with a problem nothing can be trained as it is."""
 
-SHARDING_TORCH = (2, 15)
-
 SMALL_SHARED_MEMORY = 1 << 30
 """Below it data workers and NCCL run out with large pictures or many GPUs; containers have 64 MiB by default."""
 
@@ -81,8 +79,6 @@ def _packages(facts: MachineFacts) -> Iterator[Check]:
     numbers = tuple(int(part) for part in re.findall(r"\d+", facts.packages.get("torch", ""))[:2])
     if numbers and numbers < OLDEST_TORCH:
         yield Check("problem", "torch", f"{facts.packages['torch']} is too old: 2.11 or newer is needed.")
-    elif numbers and numbers < SHARDING_TORCH:
-        yield Check("warning", "torch", f"{facts.packages['torch']} can't shard models (use_fsdp): 2.15 or newer can.")
 
 
 def _devices(facts: MachineFacts) -> Iterator[Check]:

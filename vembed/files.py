@@ -128,7 +128,7 @@ def _put_back(old: Path, output: Path, keeps: Callable[[str], bool]) -> None:
         old.replace(output)
         return
     for path in old.iterdir():
-        if keeps(path.name):
+        if keeps(path.name) and not os.path.lexists(output / path.name):  # else it was made anew since
             path.replace(output / path.name)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +25,6 @@ from vembed.evaluation.provenance import (
 )
 from vembed.evaluation.result import EvaluationResult
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEY = {"weights": "a", "texts": "b"}
 RESULT = EvaluationResult(
@@ -88,6 +87,38 @@ def test_a_stored_result_comes_back_under_the_name_of_today_and_leaves_vectors_a
         assert read_stored(folder / "variants" / "int8", KEY, system="bag")[0] is not None
     assert sorted(path.name for path in (tmp_path / "bag").iterdir()) == ["set"]
     assert read_stored(folder, KEY | {"weights": "z"}, system="bag") == (None, "changed: weights")
+
+
+@pytest.mark.parametrize("operation", range(4))  # the old folder aside, the new one in its place, two entries back
+@pytest.mark.parametrize("makes_vectors_anew", [False, True])
+def test_a_kill_at_any_rename_loses_no_vectors_and_leaves_no_hidden_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: int, makes_vectors_anew: bool
+) -> None:
+    folder = tmp_path / "bag" / "set"
+    vectors = folder / "vectors" / "documents" / "vectors.npy"
+    vectors.parent.mkdir(parents=True)
+    vectors.write_bytes(b"kept")
+    write_stored(folder / "variants" / "int8", Stored(RESULT, COST), KEY)
+    writer = os.fork()
+    if writer == 0:
+        renames, replace_path = itertools.count(), Path.replace
+        try:
+            monkeypatch.setattr(
+                Path, "replace", lambda *paths: os._exit(9) if next(renames) == operation else replace_path(*paths)
+            )
+            write_stored(folder, Stored(RESULT, COST), KEY)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]) == 9
+    if makes_vectors_anew:  # as a command does that hasn't looked for a result before
+        vectors.parent.mkdir(parents=True, exist_ok=True)
+        vectors.write_bytes(b"kept")
+    read_stored(folder, KEY, system="bag")
+    assert vectors.read_bytes() == b"kept"
+    assert sorted(path.name for path in (tmp_path / "bag").iterdir()) == ["set"]
+    write_stored(folder, Stored(RESULT, COST), KEY)
+    assert read_stored(folder, KEY, system="bag")[0] == Stored(RESULT, COST)
+    assert vectors.read_bytes() == b"kept"
 
 
 def test_a_broken_result_is_done_again_and_strangers_files_are_left_alone(tmp_path: Path) -> None:

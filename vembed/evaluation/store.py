@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 from vembed.errors import DataError, MachineError
 from vembed.evaluation.result import EvaluationResult
-from vembed.files import new_folder
+from vembed.files import clean_beside, new_folder
 from vembed.json_text import fit, parse_json
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ PER_QUERY_FILE = "per_query.json"
 RUN_FILE = "run.trec"
 RECORD_FILE = "benchmark.json"
 """What `vembed evaluate` adds: what the evaluation was made of."""
+
+_OWN_FILES = frozenset((METRICS_FILE, PER_QUERY_FILE, RUN_FILE, RECORD_FILE))
 
 _UNSAFE = re.compile(r"[\s\x00-\x1f\x7f-\x9f]|%(?=[0-9A-Fa-f]{2})")
 
@@ -73,14 +75,22 @@ def write_evaluation(
     }
     try:
         _refuse_other_files(folder, kept)
-        own = {METRICS_FILE, PER_QUERY_FILE, RUN_FILE, RECORD_FILE, *files}
-        with new_folder(folder, keeps=lambda name: name not in own) as temporary:
+        with new_folder(folder, keeps=lambda name: name not in {*_OWN_FILES, *files}) as temporary:
             for name, text in files.items():
                 (temporary / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise MachineError(
             f"{folder}: the evaluation can't be written: {error}. Free some space, or choose another output folder."
         ) from error
+
+
+def finish_evaluation(folder: Path) -> None:
+    """Do what `write_evaluation` had left to do when it was killed: its result, and what stays beside it, are whole.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    clean_beside(folder, keeps=lambda name: name not in _OWN_FILES)
 
 
 def read_evaluation(folder: Path) -> EvaluationResult:

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vembed.errors import DataError
+from vembed.errors import DataError, MachineError
 from vembed.evaluation.provenance import changed_parts
-from vembed.evaluation.store import RECORD_FILE, read_evaluation, write_evaluation
+from vembed.evaluation.store import RECORD_FILE, finish_evaluation, read_evaluation, write_evaluation
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,11 +60,18 @@ def write_stored(folder: Path, stored: Stored, key: Key) -> None:
 
 
 def read_stored(folder: Path, key: Key, *, system: str) -> tuple[Stored | None, str]:
-    """Read a result if it is whole and made of what the key says.
+    """Read a result if it is whole and made of what the key says; finish the writing of it that a kill interrupted.
 
     Returns:
         The result, or None; and why not, empty where there never was one.
+
+    Raises:
+        MachineError: The disk refused to finish the writing.
     """
+    try:
+        finish_evaluation(folder)
+    except OSError as error:
+        raise MachineError(f"{folder} can't be written: {error}; choose another output folder") from error
     path = folder / RECORD_FILE
     if not path.is_file():
         return None, ""

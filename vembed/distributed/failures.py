@@ -40,7 +40,7 @@ _OWNED: Final = "output_folder"
 """File there in which rank 0 names the output folder once the run writes to it."""
 
 _PACKAGE: Final = Path(__file__).parents[1]
-_WATCHING: Final = (__file__, str(Path(__file__).with_name("watchdog.py")))
+_WATCHING: Final = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("failures", "watchdog", "signals"))
 _COLLECTIVES: Final = str(Path(__file__).parent)
 _TORCH_COLLECTIVES: Final = str(Path("torch", "distributed"))
 

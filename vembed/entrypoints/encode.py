@@ -121,7 +121,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], watchdog: Watchdog) -
         if not process_env().is_launched and is_finished():  # here a folder that can't be written is told as well
             return say_whole(output)
         from vembed.distributed.runtime import shut_down, start_runtime
-        from vembed.training.guards import StopSignal
+        from vembed.distributed.signals import StopSignal
 
         quiet_libraries()
         runtime = start_runtime(deterministic=False, watchdog=watchdog)

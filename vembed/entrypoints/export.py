@@ -78,8 +78,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
 def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
     from vembed.api.card import OwnersWords, card_files
     from vembed.api.loading import locate_model
+    from vembed.distributed.signals import StopSignal
     from vembed.models.export.write import export_model
-    from vembed.training.guards import StopSignal
 
     quiet_libraries()
     words = OwnersWords.checked(parsed.license, parsed.base_model_license, parsed.language)

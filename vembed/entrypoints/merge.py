@@ -144,12 +144,12 @@ def _named_sets(parsed: argparse.Namespace) -> list[tuple[str, str | None]]:
 
 def _merge(parsed: argparse.Namespace, output: Path, command: str) -> int:
     from vembed.distributed.runtime import start_runtime
+    from vembed.distributed.signals import StopSignal
     from vembed.merging.report import merge_headline, merge_page
     from vembed.merging.weights import Mixture
     from vembed.models.export.write import refuse_taken
     from vembed.models.load import load_encoder
     from vembed.pages.write import write_page
-    from vembed.training.guards import StopSignal
 
     quiet_libraries()
     refuse_taken(output, overwrite=parsed.overwrite, source=None)

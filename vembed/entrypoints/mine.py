@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from vembed.data.splits import SourceOptions
     from vembed.data.table import ItemTable
     from vembed.distributed.runtime import Runtime
+    from vembed.distributed.signals import StopSignal
     from vembed.mining.mine import Teacher
     from vembed.mining.task import MiningTask
-    from vembed.training.guards import StopSignal
 
 
 class MineOptions(RowOptions, MiningKeys, ModelOptions, PictureOptions):
@@ -112,7 +112,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
         if not process_env().is_launched and is_finished():  # before torch is imported, which takes seconds
             return say_whole(output)
         from vembed.distributed.runtime import shut_down, start_runtime
-        from vembed.training.guards import StopSignal
+        from vembed.distributed.signals import StopSignal
 
         quiet_libraries()
         runtime = start_runtime(deterministic=False, watchdog=watchdog)

@@ -16,6 +16,7 @@ from vembed.collector import collector_paused
 from vembed.config.load import file_values, load_config
 from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import LAUNCHED_BY, process_env
+from vembed.distributed.signals import StopSignal
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.entrypoints.options import ConfigOptions, check, flags, option, parse_words
@@ -23,7 +24,6 @@ from vembed.errors import ConfigError, ExitCode
 from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.registry import plugin_lines
-from vembed.training.guards import StopSignal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

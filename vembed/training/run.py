@@ -32,6 +32,7 @@ from vembed.collector import collector_paused
 from vembed.config.record import config_hash, dump_config, hashed_values, plain_values
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.shards import total_norm
+from vembed.distributed.signals import StopSignal
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, MachineError, PreemptedError
 from vembed.evaluation.encode import ItemEncoder
@@ -51,7 +52,7 @@ from vembed.training.batches import ask, batch_source, frozen_items, open_batche
 from vembed.training.callbacks import Callbacks, EndEvent
 from vembed.training.evaluations import Evaluations
 from vembed.training.finish import RunResult, finish_run, package_versions
-from vembed.training.guards import NonFiniteGuard, StopSignal
+from vembed.training.guards import NonFiniteGuard
 from vembed.training.hard_vectors import HardVectors
 from vembed.training.loop import Trainer
 from vembed.training.memory import peak_memory_bytes

@@ -12,9 +12,8 @@ from checkpoint_cases import names_in
 from test_checkpoint_faults import WRITES
 from warm_process import run_warm
 
-from vembed.checkpoint.contents import validate
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.checkpoint.tensors import whole
+from vembed.checkpoint.tensors import validate, whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,7 +63,7 @@ def save(folder, rank, end, step):
 
     parts = shards_of(rank, step)
     manager = CheckpointManager(folder, ranks=RanksOfAPipe(rank, 2))
-    return manager.save(step, tensors=parts, state={"step": step}, stamp=STAMP, best=step in (1, 4)).saved
+    return manager.save(step, tensors=parts, state={"step": step}, stamp=STAMP, best=step in (1, 4))
 
 
 def run(folder, step, fatal_rank=None, fatal_call=None):

@@ -77,7 +77,7 @@ from vembed.training.wiring.planning import build_plan, check_decisions, read_ba
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from vembed.checkpoint.contents import LoadedCheckpoint
+    from vembed.checkpoint.tensors import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.data.sampler import GlobalSampler
     from vembed.distributed.failures import LastWords

@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.checkpoint.format import JSON
     from vembed.checkpoint.manager import CheckpointManager
-    from vembed.checkpoint.tensors import Saved
+    from vembed.checkpoint.tensors import LoadedCheckpoint, Saved
     from vembed.distributed.ranks import Ranks
     from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
@@ -208,8 +207,8 @@ class RunCheckpoints:
         saved = self.manager.save(
             state.step, tensors=parts, state=content, stamp=self.stamp, best=best, reserved=reserved
         )
-        self.words.checkpoint = saved.path or self.words.checkpoint
-        return saved.path
+        self.words.checkpoint = saved or self.words.checkpoint
+        return saved
 
     def restore(self, checkpoint: LoadedCheckpoint) -> RunState:
         """Go on from a checkpoint.

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from vembed.checkpoint.folder import DISK_MARGIN, free_disk_bytes, steps_in
-from vembed.checkpoint.format import step_name
+from vembed.checkpoint.format import DISK_MARGIN, free_disk_bytes, step_name, steps_in
 from vembed.errors import MachineError
 from vembed.models.names import is_builtin
 from vembed.text import show_bytes

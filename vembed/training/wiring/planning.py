@@ -30,7 +30,7 @@ from vembed.training.wiring.model import teacher_dimension
 
 if TYPE_CHECKING:
     from vembed.batch import Modality
-    from vembed.checkpoint.contents import LoadedCheckpoint
+    from vembed.checkpoint.tensors import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.distributed.runtime import Runtime
     from vembed.plan.hardware import Machine

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from vembed.checkpoint.folder import steps_in
-from vembed.checkpoint.format import InvalidCheckpointError, step_name
+from vembed.checkpoint.format import InvalidCheckpointError, step_name, steps_in
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.schema import Config
 from vembed.errors import ConfigError

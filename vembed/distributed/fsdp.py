@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from vembed.distributed.devices import gathers_narrow
+from vembed.distributed.runtime import gathers_narrow
 from vembed.distributed.shards import keep_asked_dtype, reshard
 from vembed.distributed.starting_weights import receive
 from vembed.errors import MachineError

@@ -136,7 +136,7 @@ def _processes_to_start(config: Config) -> int:
     if process_env().is_launched or config.num_processes == 1:
         return 1
     with collector_paused():
-        from vembed.distributed.devices import processes_to_start
+        from vembed.distributed.runtime import processes_to_start
 
     return processes_to_start(config.num_processes)
 

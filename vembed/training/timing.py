@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vembed.distributed.devices import utilisation
+from vembed.distributed.runtime import utilisation
 from vembed.training.memory import peak_memory_bytes
 
 if TYPE_CHECKING:

@@ -68,21 +68,18 @@ def test_a_bug_on_one_rank_shows_its_traceback_once(tmp_path: Path, capfd: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "words"), [("kill", "without a word"), ("stop", "without a word"), ("hang", "waited")]
-)
+@pytest.mark.parametrize("what", ["kill", "stop", "hang"])
 def test_a_rank_that_can_not_speak_is_named_by_the_others(
-    tmp_path: Path, what: str, words: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, seconds = run(what, tmp_path / "out", timeout_seconds=6)
     err = capfd.readouterr().err
     assert code == 5, err
     found = exit_json(tmp_path / "out")
     assert (found["rank"], found["code"]) == (1, 5)
-    assert words in found["message"]
-    assert f"error: rank 1 on {found['host']}" in err
+    assert f"error: rank 1 on {found['host']}: stopped answering, last seen in vembed/" in err
     if what == "hang":
-        assert "it is still in vembed/entrypoints/command.py" in found["message"]
+        assert "last seen in vembed/entrypoints/command.py" in found["message"]
     assert seconds < 6 + 75  # torch's launcher gives a stopped process 30 s before it kills it
 
 
@@ -91,7 +88,7 @@ def test_a_first_rank_that_is_killed_while_it_works_alone_is_named_long_before_t
     code, seconds = run("kill alone", tmp_path / "out", timeout_seconds=600)
     found = exit_json(tmp_path / "out")
     assert (code, found["rank"], found["code"]) == (5, 0, 5)
-    assert "ended or stopped without a word" in found["message"]
+    assert "stopped answering" in found["message"]
     assert seconds < 25, "neither the timeout nor the launcher's patience of 30 s"
 
 

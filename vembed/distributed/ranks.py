@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from vembed.distributed.failures import host_name
+from vembed.distributed.watchdog import host_name
 from vembed.errors import ConfigError, MachineError, VembedError
 
 if TYPE_CHECKING:

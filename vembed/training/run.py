@@ -80,10 +80,10 @@ if TYPE_CHECKING:
     from vembed.checkpoint.tensors import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.data.sampler import GlobalSampler
-    from vembed.distributed.failures import LastWords
     from vembed.distributed.fsdp import ShardedEncoder
     from vembed.distributed.ranks import Ranks
     from vembed.distributed.runtime import Runtime
+    from vembed.distributed.watchdog import LastWords
     from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan

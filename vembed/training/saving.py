@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.checkpoint.optimizer_state import check_packed
 from vembed.checkpoint.tensors import load_into
-from vembed.distributed.failures import LastWords
 from vembed.distributed.shards import full_tensors, is_shared, reshard
+from vembed.distributed.watchdog import LastWords
 from vembed.errors import ConfigError
 from vembed.json_text import fit
 from vembed.models.adapters.trained import changing_names, narrowed_bytes

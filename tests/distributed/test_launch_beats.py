@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from vembed.distributed import watchdog as watchdog_module
 from vembed.distributed.launch import conclude
+from vembed.distributed.lock import machine_name
 from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import start_runtime
@@ -36,7 +37,6 @@ from vembed.distributed.watchdog import (
     silent_ranks,
 )  # fmt: skip
 from vembed.errors import MachineError
-from vembed.output_lock import machine_name
 
 if TYPE_CHECKING:
     from rank_pool import RankPool

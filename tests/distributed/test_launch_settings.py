@@ -9,10 +9,9 @@ import pytest
 import yaml
 
 from vembed.config.schema import Config
-from vembed.distributed import accelerate_settings as module
+from vembed.distributed import accelerate as module
 from vembed.distributed import runtime
-from vembed.distributed.accelerate_settings import AccelerateSettings, accelerate_settings
-from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
+from vembed.distributed.accelerate import AccelerateSettings, accelerate_settings, deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.runtime import start_runtime
 from vembed.errors import ConfigError

@@ -35,9 +35,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from vembed.distributed.lock import LOCK_FILE, machine_name
 from vembed.errors import ExitCode, MachineError
 from vembed.files import replace_text
-from vembed.output_lock import LOCK_FILE, machine_name
 from vembed.redact import redact
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ _CLAIM, _CLAIMS, _HEARD, _LEAVING, _PARTED = "failure", "claims", "heard", "leav
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _COLLECTIVES: Final = str(Path(__file__).parent)
-_NO_COLLECTIVES: Final = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("watchdog", "signals"))
+_NO_COLLECTIVES: Final = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("watchdog", "signals", "lock"))
 _TORCH_COLLECTIVES: Final = str(Path("torch", "distributed"))
 
 _log = logging.getLogger(__name__)

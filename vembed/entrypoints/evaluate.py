@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vembed.config.messages import checked_section
 from vembed.data.keys import LabelKind
+from vembed.distributed.lock import hold_output
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.entrypoints.evaluate_mteb import evaluate_mteb
 from vembed.entrypoints.options import ModelOptions, check, option, parse_words, word
@@ -19,7 +20,6 @@ from vembed.errors import ConfigError, ExitCode
 from vembed.evaluation.keys import Bm25Language
 from vembed.files import home_path, is_folder
 from vembed.models.keys import ModelKeys
-from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.registry import METRICS
 from vembed.section import Count, Name

@@ -10,12 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vembed.distributed.lock import hold_for_command
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command, say_whole
 from vembed.entrypoints.model_arguments import add_model_arguments
 from vembed.errors import ConfigError, ExitCode
 from vembed.evaluation.keys import metrics_that_choose
 from vembed.files import clean_beside, home_path
-from vembed.output_lock import hold_for_command
 from vembed.redact import redact
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.data.keys import DataKeys
+from vembed.distributed.lock import hold_for_command
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command, say_whole
 from vembed.entrypoints.options import ModelOptions, PictureOptions, RowOptions, check, option, parse_words, word
 from vembed.errors import ConfigError, ExitCode
 from vembed.files import home_path
-from vembed.output_lock import hold_for_command
 from vembed.redact import redact
 from vembed.section import Count, Name
 from vembed.text import plural

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from vembed.config.load import load_config, read_overrides
 from vembed.config.names import targets
+from vembed.distributed.lock import hold_output
 from vembed.distributed.signals import StopSignal
 from vembed.entrypoints.command import add_config_arguments, command_line, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode, MachineError, VembedError
-from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.sweeping.methods import import_optuna, rungs, train_all, train_halving, train_optuna
 from vembed.sweeping.process import GO_ON, TrainProcess

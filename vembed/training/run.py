@@ -30,6 +30,7 @@ import torch
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.collector import collector_paused
 from vembed.config.record import config_hash, dump_config, hashed_values, plain_values
+from vembed.distributed.lock import FolderInUseError, hold_output
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.shards import total_norm
 from vembed.distributed.signals import StopSignal
@@ -43,7 +44,6 @@ from vembed.models.adapters.lora import has_adapters, takes_adapters
 from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.compiling import compile_errors_explained, compile_layers
 from vembed.models.files import DTYPES
-from vembed.output_lock import FolderInUseError, hold_output
 from vembed.plan.batching import step_batches
 from vembed.plan.explain import explain, explain_fully
 from vembed.plan.table import comparison

@@ -1,4 +1,4 @@
-"""What `accelerate launch` and DeepSpeed's files ask for, in keys of our configuration.
+"""Settings of `accelerate launch` and of DeepSpeed's files, in keys of our configuration.
 
 The launcher hands its settings to the processes that it starts as environment variables; the file itself is only looked
 at to tell what it says from what it leaves open, and to name it. A setting here is weaker than the user's configuration

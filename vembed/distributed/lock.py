@@ -81,7 +81,7 @@ def machine_name() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who writes in a folder: the content of the lock file."""
+    """Content of the lock file: the process that writes in the folder."""
 
     host: str = field(default_factory=gethostname)
     pid: int = field(default_factory=os.getpid)

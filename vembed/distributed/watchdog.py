@@ -71,13 +71,13 @@ FIRST_SECONDS: Final = 0.5
 """Head start of rank 0 in telling of an error that all processes meet at once."""
 
 LEAVE_SECONDS: Final = 5.0
-"""How long the main thread may take to notice another process's failure, or the store may be away."""
+"""Time that the main thread has to notice another process's failure, and that the store may be away."""
 
 LINGER_SECONDS: Final = 2.0
-"""How long a process that has lost the store stays; the others lose it within a beat."""
+"""Time that a process which has lost the store stays; the others lose it within a beat."""
 
 FAREWELL_SECONDS: Final = 10.0
-"""How long a failing process waits for the others to have heard of it; it may be the one that keeps the store."""
+"""Longest wait of a failing process for the others to have heard of it; it may be the one that keeps the store."""
 
 STORE_SECONDS: Final = 10.0
 """Longest wait for the store."""
@@ -149,7 +149,7 @@ class LastWords:
 
     @property
     def advice(self) -> str:
-        """What was saved, and how to continue."""
+        """Name of the checkpoint that was saved, and the way to continue."""
         if self.checkpoint is None:
             return "nothing was saved, and the same command starts again"
         return f"resume continues from {self.checkpoint}"
@@ -270,7 +270,7 @@ def _waits(frames: list[FrameType], ours: list[FrameType]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a process tells of itself every second."""
+    """State of a process, which it tells the store every second."""
 
     number: int  # counts the beats
     host: str
@@ -560,9 +560,12 @@ class Watchdog:
         _wait(lambda: self.first_failure() is not None, seconds)
         return self.first_failure()
 
+    def _ended_here(self) -> list[int]:
+        """Return the ranks of this machine whose processes the system knows no more."""
+        return ended_ranks(self._known, own=self._rank) if self._known else []
+
     def _killed_here(self) -> Failure | None:
-        """Return the end of processes of this machine that the system knows no more."""
-        ended = ended_ranks(self._known, own=self._rank) if self._known else []
+        ended = self._ended_here()
         return silence_of(ended, self._beats()).with_advice(self.words) if ended else None
 
     def _missing(self) -> Failure | None:
@@ -590,13 +593,9 @@ class Watchdog:
         """Return the failure that the loss of the store is: that of its keeper, or of who was gone by then."""
         if self._loss is not None:
             return self._loss
-
-        def ended() -> list[int]:
-            return ended_ranks(self._known, own=self._rank) if self._known else []
-
-        _wait(lambda: bool(ended()), FIRST_SECONDS)  # a process that ends closes its sockets first
+        _wait(lambda: bool(self._ended_here()), FIRST_SECONDS)  # a process that ends closes its sockets first
         is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if accused := ended() or ([0] if self._known and self._rank > 0 and not is_launchers else []):
+        if accused := self._ended_here() or ([0] if self._known and self._rank > 0 and not is_launchers else []):
             loss = silence_of(accused, self._known)
         else:
             keeper = f"{'the launcher' if is_launchers else 'rank 0'} at {os.environ.get('MASTER_ADDR', '')}"

@@ -85,7 +85,7 @@ def arm(fault: str, fatal_call: int) -> None:
 
 
 def parts_of(step: int, *, rank: int, num_ranks: int) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of a step; with two ranks one of them is cut in two."""
+    """Return the tensors of a step; with two ranks one of each part is cut in two."""
     parts = tensors_of(step)
     if num_ranks == 1:
         return parts
@@ -97,7 +97,7 @@ def parts_of(step: int, *, rank: int, num_ranks: int) -> dict[str, dict[str, Ten
     # Neither process reaches a collective, so the process group is torch's own fake.
     dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
     values = shared_values(step)
-    parts["model"]["shared"] = DTensor.from_local(
+    parts["model"]["shared"] = parts["optimizer"]["exp_avg/shared"] = DTensor.from_local(
         values[:3] if rank == 0 else values[3:], init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False,
         shape=values.shape, stride=(1,),
     )  # fmt: skip

@@ -136,7 +136,7 @@ def test_a_refused_call_leaves_no_rows(keys: dict[str, Any], tmp_path: Path, mon
 def test_a_folder_in_use_gets_no_rows(keys: dict[str, Any], tmp_path: Path) -> None:
     import threading
 
-    from vembed.output_lock import hold_output
+    from vembed.distributed.lock import hold_output
 
     refused: list[BaseException] = []
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vembed.checkpoint.contents import LoadedCheckpoint
-    from vembed.checkpoint.manager import CheckpointManager, SaveOutcome
+    from vembed.checkpoint.manager import CheckpointManager
+    from vembed.checkpoint.tensors import LoadedCheckpoint
 
 STAMP: dict[str, Any] = {"config_hash": "c0ffee", "strategy": "single", "world_size": 1, "model": "tiny"}
 
@@ -28,7 +28,7 @@ def tensors_of(step: int, *, rows: int = 4) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def save_step(manager: CheckpointManager, step: int, *, best: bool = False, rows: int = 4) -> SaveOutcome:
+def save_step(manager: CheckpointManager, step: int, *, best: bool = False, rows: int = 4) -> Path | None:
     """Save a step of the small run."""
     return manager.save(
         step, tensors=tensors_of(step, rows=rows), state={"epoch": step / 10, "skipped": 0}, stamp=STAMP, best=best

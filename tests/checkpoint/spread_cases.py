@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from vembed.checkpoint.contents import LoadedCheckpoint
+    from vembed.checkpoint.tensors import LoadedCheckpoint
 
 Kind = Literal["whole", "sharded", "replicated shards"]
 
@@ -112,7 +112,7 @@ def train_and_save(rank: int, folder: Path, kind: Kind) -> list[dict[str, Tensor
     """Train for three steps, save, and return what was saved and where two more steps lead."""
     network, optimizer = make(kind)
     train(network, optimizer, range(3))
-    assert save(manager_of(folder), 3, network, optimizer, best=True).saved
+    assert save(manager_of(folder), 3, network, optimizer, best=True)
     saved = whole_tensors(network, optimizer)
     train(network, optimizer, range(3, 5))
     return [saved, whole_tensors(network, optimizer)]
@@ -159,16 +159,13 @@ def save_where_one_fails(rank: int, folder: Path, kind: Kind, failing: int) -> l
     def refuse(file: TensorFile, target: Path) -> None:
         raise OSError(28, f"no space for {file.name}")
 
-    def problem(step: int) -> str:
-        return str(save(manager, step, network, optimizer).problem)
-
     try:
         if rank == failing:
             TensorFile.write = refuse  # type: ignore[method-assign]
-        found = [outcome(functools.partial(problem, step)) for step in (1, 2, 3)]
+        found = [outcome(functools.partial(save, manager, step, network, optimizer)) for step in (1, 2, 3)]
     finally:
         TensorFile.write = write  # type: ignore[method-assign]
-    return [*found, outcome(lambda: save(manager, 4, network, optimizer).saved)]
+    return [*found, outcome(lambda: save(manager, 4, network, optimizer).name)]
 
 
 def save_nan_of_one_rank(rank: int, folder: Path, value: float) -> str:
@@ -178,7 +175,7 @@ def save_nan_of_one_rank(rank: int, folder: Path, value: float) -> str:
         local = network.first.weight.to_local()
         if rank == 1:
             local[-1, -1] = value
-    return str(outcome(lambda: save(manager_of(folder), 1, network, optimizer).saved))
+    return str(outcome(lambda: save(manager_of(folder), 1, network, optimizer).name))
 
 
 def save_with_free_bytes(rank: int, folder: Path, free: list[int]) -> list[Any]:
@@ -193,7 +190,7 @@ def save_with_free_bytes(rank: int, folder: Path, free: list[int]) -> list[Any]:
         return next(asked)
 
     manager = manager_of(folder, free_bytes=look_up)
-    return [save(manager, step, network, optimizer).saved for step in range(len(free))]
+    return [save(manager, step, network, optimizer) is not None for step in range(len(free))]
 
 
 def set_aside(rank: int, folder: Path, step: int) -> list[str]:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from checkpoint_cases import STAMP, assert_is_step, names_in, save_step, tensors_of
 
-from vembed.checkpoint.contents import validate
 from vembed.checkpoint.format import InvalidCheckpointError
 from vembed.checkpoint.manager import CheckpointManager
+from vembed.checkpoint.tensors import validate
 from vembed.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
@@ -22,14 +22,12 @@ if TYPE_CHECKING:
 
 
 def test_a_checkpoint_comes_back_bit_for_bit_with_its_state_and_stamp(tmp_path: Path) -> None:
-    outcome = save_step(CheckpointManager(tmp_path / "deep" / "checkpoints"), 1200, best=True)
-    assert outcome.saved
-    assert outcome.path == tmp_path / "deep" / "checkpoints" / "step-00001200"
-    assert outcome.num_bytes == sum(path.stat().st_size for path in outcome.path.iterdir())
+    path = save_step(CheckpointManager(tmp_path / "deep" / "checkpoints"), 1200, best=True)
+    assert path == tmp_path / "deep" / "checkpoints" / "step-00001200"
     reader = CheckpointManager(tmp_path / "deep" / "checkpoints")
     assert_is_step(reader.load("auto"), 1200)
-    assert_is_step(reader.load(outcome.path), 1200)
-    assert reader.best() == outcome.path
+    assert_is_step(reader.load(path), 1200)
+    assert reader.best() == path
 
 
 def test_no_checkpoint_is_none_for_auto_and_for_best(tmp_path: Path) -> None:
@@ -40,7 +38,7 @@ def test_no_checkpoint_is_none_for_auto_and_for_best(tmp_path: Path) -> None:
 
 
 def test_the_manifest_names_every_file_with_size_hash_versions_and_the_runs_stamp(tmp_path: Path) -> None:
-    path = save_step(CheckpointManager(tmp_path), 3).path
+    path = save_step(CheckpointManager(tmp_path), 3)
     assert path is not None
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["format_version"] == 1
@@ -54,7 +52,7 @@ def test_the_manifest_names_every_file_with_size_hash_versions_and_the_runs_stam
 
 
 def test_nothing_on_disk_is_a_pickle_and_files_are_as_readable_as_their_folder(tmp_path: Path) -> None:
-    path = save_step(CheckpointManager(tmp_path), 1).path
+    path = save_step(CheckpointManager(tmp_path), 1)
     assert path is not None
     assert names_in(path) == [
         "manifest.json",
@@ -81,11 +79,10 @@ def test_tied_transposed_and_empty_tensors_are_saved(tmp_path: Path) -> None:
 
 def test_saving_a_step_that_is_there_and_whole_writes_nothing_but_can_make_it_the_best(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    path = save_step(manager, 5).path
+    path = save_step(manager, 5)
     assert path is not None
     before = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
-    again = save_step(manager, 5, best=True)
-    assert (again.saved, again.path, again.num_bytes) == (True, path, 0)
+    assert save_step(manager, 5, best=True) == path
     assert {file.name: file.stat().st_mtime_ns for file in path.iterdir()} == before
     assert manager.best() == path
 
@@ -104,10 +101,10 @@ def test_saving_a_step_that_is_there_deletes_what_a_kill_kept_from_being_deleted
 
 def test_saving_a_step_that_is_there_but_broken_replaces_it(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    path = save_step(manager, 5).path
+    path = save_step(manager, 5)
     assert path is not None
     (path / "state.json").unlink()
-    assert save_step(manager, 5).num_bytes > 0
+    assert save_step(manager, 5) == path
     assert_is_step(manager.load("auto"), 5)
     assert names_in(tmp_path) == ["LATEST", "step-00000005"]
 
@@ -153,7 +150,7 @@ def test_a_deletion_that_fails_is_a_warning_and_is_made_up_for_at_the_next_save(
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", refuse)
-        assert save_step(manager, 3).saved
+        assert save_step(manager, 3)
     assert "can't be deleted" in caplog.text
     assert ".deleting-step-00000001" in names_in(tmp_path)
     save_step(manager, 4)
@@ -205,7 +202,7 @@ def test_a_required_part_that_is_missing_is_an_error_and_one_that_is_there_is_no
 
 def test_a_path_that_is_no_checkpoint_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run" / "checkpoints")
-    good = save_step(manager, 7).path
+    good = save_step(manager, 7)
     assert good is not None
     for wrong in (
         tmp_path / "run",
@@ -222,7 +219,7 @@ def test_a_path_that_is_no_checkpoint_is_refused_with_the_nearest_one(tmp_path: 
 
 def test_a_copy_under_another_name_loads_but_not_under_another_step(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    good = save_step(manager, 7).path
+    good = save_step(manager, 7)
     assert good is not None
     shutil.copytree(good, tmp_path / "my-favourite")
     assert_is_step(manager.load(tmp_path / "my-favourite"), 7)
@@ -240,12 +237,12 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, part: str) 
         manager.save(2, tensors=bad, state={}, stamp=STAMP, best=True)
     assert names_in(tmp_path) == ["LATEST", "step-00000001"]
     finite = tensors_of(2) | {part: {"weight": torch.ones(3)}}
-    assert manager.save(2, tensors=finite, state={}, stamp=STAMP, best=True).saved
+    assert manager.save(2, tensors=finite, state={}, stamp=STAMP, best=True)
 
 
 def test_an_infinite_optimizer_state_is_saved_because_it_is_no_weight(tmp_path: Path) -> None:
     tensors = tensors_of(2) | {"optimizer": {"exp_avg/weight": torch.tensor([float("inf")])}}
-    assert CheckpointManager(tmp_path).save(2, tensors=tensors, state={}, stamp=STAMP, best=False).saved
+    assert CheckpointManager(tmp_path).save(2, tensors=tensors, state={}, stamp=STAMP, best=False)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +262,7 @@ def test_what_no_checkpoint_can_hold_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         manager.save(1, best=False, **(valid | change))  # type: ignore[arg-type]
     assert not (tmp_path / "checkpoints").exists()
-    assert manager.save(1, best=False, **valid).saved  # type: ignore[arg-type]
+    assert manager.save(1, best=False, **valid)  # type: ignore[arg-type]
 
 
 def test_going_back_sets_later_checkpoints_aside_and_deletes_nothing(
@@ -280,7 +277,7 @@ def test_going_back_sets_later_checkpoints_aside_and_deletes_nothing(
     validate(moved[1])
     assert_is_step(manager.load("auto"), 100)
     assert manager.best() is None
-    assert save_step(manager, 200).num_bytes > 0
+    assert save_step(manager, 200) == tmp_path / "step-00000200"
     assert [path.name for path in manager.set_aside_after(100)] == ["abandoned-2-step-00000200"]
 
 

@@ -8,11 +8,13 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import accelerate
+import accelerate.utils
 import pytest
 import torch
 
 from vembed.api.loading import device_named
-from vembed.distributed import devices, runtime
+from vembed.distributed import runtime
 from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.runtime import describe_machine, local_device, start_runtime
 from vembed.plan.devices import GIB
@@ -102,8 +104,8 @@ def test_the_driver_is_asked_whether_blocks_can_grow(
         return code
 
     driver = SimpleNamespace(cuInit=lambda _: 0, cuDeviceGet=lambda *_: 0, cuDeviceGetAttribute=attribute)
-    monkeypatch.setattr(devices.ctypes, "CDLL", lambda _: driver)
-    assert devices.has_virtual_memory() == expected
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda _: driver)
+    assert runtime.has_virtual_memory() == expected
 
 
 PREPARED = """
@@ -133,8 +135,8 @@ def refusing_state(**_: Any) -> SimpleNamespace:
 def test_cards_that_cannot_copy_to_each_other_train_together_and_the_run_says_how(
     gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, own: dict[str, str]
 ) -> None:
-    gpus.setattr(runtime, "PartialState", refusing_state)
-    gpus.setattr(runtime, "check_cuda_p2p_ib_support", lambda: False)
+    gpus.setattr(accelerate, "PartialState", refusing_state)
+    gpus.setattr(accelerate.utils, "check_cuda_p2p_ib_support", lambda: False)
     for name, value in own.items():
         gpus.setenv(name, value)
     for name, value in ProcessEnv(1, 2, 1, 2, "torchrun").environment().items():
@@ -148,9 +150,10 @@ def test_cards_that_cannot_copy_to_each_other_train_together_and_the_run_says_ho
 
 
 def test_other_cards_keep_their_ways_and_one_process_needs_none(gpus: pytest.MonkeyPatch) -> None:
-    gpus.setattr(runtime, "PartialState", lambda **_: pytest.fail("one process joins nobody"))
-    assert runtime._join(ProcessEnv(), 60) == CARD
-    gpus.setattr(runtime, "check_cuda_p2p_ib_support", lambda: True)
+    gpus.setattr(accelerate, "PartialState", lambda **_: pytest.fail("one process joins nobody"))
+    gpus.setattr(runtime, "describe_machine", lambda *_, **__: None)
+    assert start_runtime(deterministic=False).device == CARD
+    gpus.setattr(accelerate.utils, "check_cuda_p2p_ib_support", lambda: True)
     runtime.leave_out_broken_links()
     assert not os.environ.keys() & set(VARIABLES[2:])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,27 +17,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vembed.distributed.failures import (
-    Beat,
-    ExitFiles,
-    Failure,
-    LastWords,
-    ended_ranks,
-    failed_in_collective,
-    late_ranks,
-    lateness_of,
-    look,
-    loss_of_store,
-    read_failure,
-    silence_of,
-    silent_ranks,
-    write_for_the_dead,
-)
+from vembed.distributed import watchdog as watchdog_module
+from vembed.distributed.launch import conclude
+from vembed.distributed.lock import machine_name
 from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import start_runtime
-from vembed.distributed.shared_store import SharedStore, StoreLostError
-from vembed.distributed.watchdog import Watchdog
+from vembed.distributed.watchdog import (
+    Beat,
+    ExitFiles,
+    Failure,
+    StoreLostError,
+    Watchdog,
+    ended_ranks,
+    failed_in_collective,
+    late_ranks,
+    look,
+    silence_of,
+    silent_ranks,
+)  # fmt: skip
 from vembed.errors import MachineError
 
 if TYPE_CHECKING:
@@ -80,12 +79,12 @@ def test_a_process_that_the_system_knows_no_more_has_ended_and_only_the_own_syst
     assert ended_ranks(nameless, own=0) == [], "a system that doesn't say which it is can't be compared"
 
 
-def test_the_messages_name_the_rank_its_host_and_its_place_and_all_that_share_its_fate() -> None:
+def test_the_message_names_the_rank_its_host_and_its_line_and_all_that_share_its_fate() -> None:
     beats = dict(enumerate([beat(), beat(), beat()]))
-    for failure in (silence_of([1, 2], beats), lateness_of([1, 2], beats, 600)):
-        assert (failure.rank, failure.host, failure.code) == (1, "host", 5)
-        assert "vembed/a.py:1 (f)" in failure.message
-        assert "rank 2" in failure.message
+    failure = silence_of([1, 2], beats)
+    assert (failure.rank, failure.host, failure.code) == (1, "host", 5)
+    assert str(failure).startswith("rank 1 on host: stopped answering, last seen in vembed/a.py:1 (f)")
+    assert "rank 2" in failure.message
     assert "rank" not in silence_of([1], beats).message
 
 
@@ -142,37 +141,53 @@ def test_the_first_claim_is_the_runs_failure_and_the_second_hears_of_it() -> Non
             watchdog.stop(together=False)
 
 
-def test_the_loss_of_the_store_names_who_is_gone_and_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+class BreakableStore:
+    """A store whose keeper can end."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.is_lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_lost:
+            raise RuntimeError("Broken pipe")
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize(
+    ("kept_by", "is_ended", "rank", "words"),
+    [
+        ("rank 0", False, 0, "stopped answering, last seen in vembed/a.py:1 (f)"),
+        ("rank 0", True, 0, "stopped answering, last seen in vembed/a.py:1 (f)"),
+        ("the launcher", True, 0, "stopped answering, last seen in vembed/a.py:1 (f)"),
+        ("the launcher", False, 1, "the launcher at 10.0.0.1 stopped answering"),
+    ],
+)
+def test_the_loss_of_the_store_names_who_is_gone_and_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, kept_by: str, is_ended: bool, rank: int, words: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(kept_by == "the launcher"))
+    monkeypatch.setattr(watchdog_module, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(threading, "Timer", lambda *_: threading.Thread(target=int))  # it would end this process
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    beats = {0: beat(), 1: replace(beat(), pid=ended.pid)}
-    words = LastWords()
-    words.doing = "training"
-    lost = loss_of_store(beats, own=0, is_orphan=True).with_advice(words)
-    assert lost.message.endswith("and rank 1 on host are gone (killed from outside?); nothing was saved, and the same "
-                                 "command starts again")  # fmt: skip
-    assert lost.message.startswith("the launcher on ")
-    words.checkpoint = Path("out/checkpoints/step-00000020")
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    lost = loss_of_store({0: beat(), 1: beat()}, own=1, is_orphan=False).with_advice(words)
-    assert (lost.code, lost.rank) == (5, 1)
-    assert lost.message == (
-        "the launcher at 10.0.0.1, or its machine or network, is gone (killed from outside?); resume continues from "
-        "out/checkpoints/step-00000020"
-    )
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-    assert loss_of_store({}, own=1, is_orphan=False).message.startswith("rank 0 at 10.0.0.1, or its machine")
-
-
-def test_torchs_errors_of_a_store_become_one_of_ours() -> None:
-    class Broken:
-        def check(self, keys: list[str]) -> bool:
-            raise RuntimeError("Broken pipe")
-
-    broken: Any = Broken()
-    with pytest.raises(StoreLostError, match="can't be reached: Broken pipe"):
-        SharedStore(broken, rank=0, world_size=2).has("first/1")
+    first = replace(beat(), pid=ended.pid if is_ended else os.getpid(), pid_namespace=machine_name())
+    store: Any = BreakableStore()
+    store.set("beat/0", json.dumps(asdict(first)))
+    watchdog = Watchdog()
+    watchdog.start(1, 2, store, timeout_seconds=60)
+    watchdog.words.doing, watchdog.words.checkpoint = "training", Path("out/checkpoints/step-00000020")
+    store.is_lost = True
+    error = error_of(lambda: watchdog.await_first())
+    assert isinstance(error, StoreLostError)
+    assert "can't be reached: Broken pipe" in str(error)
+    reported = watchdog.report(error, code=error.exit_code, message=str(error))
+    assert reported is not None
+    failure, is_ours = reported
+    assert (failure.code, failure.rank, is_ours) == (5, rank, True)
+    assert failure.message.startswith(words)
+    assert failure.message.endswith("; resume continues from out/checkpoints/step-00000020")
 
 
 def test_a_launcher_that_is_gone_before_its_processes_met_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,17 +240,23 @@ def test_exit_json_goes_only_into_a_folder_that_is_the_runs(tmp_path: Path, monk
     assert not (other / "exit.json").exists()
     assert Failure.from_json((own / "exit.json").read_text("utf-8")) == failure
     assert Failure.from_json((missing / "exit.json").read_text("utf-8")) == failure
-    assert read_failure(tmp_path / "launcher") == failure
+    assert [Failure.from_json(path.read_text()) for path in (tmp_path / "launcher").glob("*.json")] == [failure]
 
 
-def test_a_launcher_writes_for_processes_that_can_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_writes_for_processes_that_can_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     launcher, output = tmp_path / "launcher", tmp_path / "out"
     launcher.mkdir()
     output.mkdir()
     failure = Failure(5, 0, "a", "was ended by SIGKILL")
-    write_for_the_dead(failure, launcher)
+    assert conclude(launcher, failure) == 5
     assert list(output.iterdir()) == [], "the run had not begun to write"
     monkeypatch.setenv("VEMBED_EXIT_FOLDER", str(launcher))
     ExitFiles().own(output, is_main=True)
-    write_for_the_dead(failure, launcher)
+    assert conclude(launcher, failure) == 5
     assert Failure.from_json((output / "exit.json").read_text("utf-8")) == failure
+    assert capsys.readouterr().err == 2 * "error: rank 0 on a: was ended by SIGKILL\n"
+    ExitFiles().write(Failure(3, 1, "b", "no text"), to_folder=False)
+    assert conclude(launcher, failure) == 3, "they could say it themselves"
+    assert not capsys.readouterr().err

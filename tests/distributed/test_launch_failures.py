@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,101 +15,80 @@ from vembed.distributed.launch import launch
 
 JOB = Path(__file__).with_name("launch_job.py")
 ROOT = Path(__file__).parents[2]
+MISSED_SECONDS = 6 + 75  # the timeout, and the 30 s that torch's launcher gives a stopped process before it kills it
 
 
-def run(what: str, folder: Path, *, timeout_seconds: int = 600, num_processes: int = 2) -> tuple[int, float]:
-    """Launch the job and return its exit code and how long it took."""
-    os.environ["PYTHONPATH"] = str(ROOT)
-    words = [what, str(folder), str(timeout_seconds)]
+@dataclass(frozen=True)
+class Fault:
+    """One way to fail, and what becomes of the run."""
+
+    code: int  # exit code of the launch
+    rank: int | None  # whose failure exit.json holds; None leaves no file
+    message: str = ""  # a part of it
+    stderr: tuple[str, ...] = ()  # parts of what is said; {host} is the machine's name
+    silent: tuple[str, ...] = ()  # what isn't said
+    timeout_seconds: int = 600  # of a collective
+    within: float = 300  # seconds for the whole launch, on a busy machine
+    num_processes: int = 2
+
+
+SILENCE = "stopped answering, last seen in vembed/"
+FAULTS = {
+    "error": Fault(
+        3, 1, "rows.jsonl:3: the text is empty",
+        ("error: rank 1 on {host}: rows.jsonl:3: the text is empty", "rank 0: leaves after the failure of rank 1"),
+        ("Traceback",),
+    ),
+    "bug": Fault(1, 1, "ZeroDivisionError: a bug", ("ZeroDivisionError: a bug",)),
+    "differ": Fault(2, 0, "batch_size: 16 on rank 1", ("8 on rank 0",)),
+    "kill": Fault(5, 1, SILENCE, ("error: rank 1 on {host}: " + SILENCE,), timeout_seconds=6, within=MISSED_SECONDS),
+    "stop": Fault(5, 1, SILENCE, ("error: rank 1 on {host}: " + SILENCE,), timeout_seconds=6, within=MISSED_SECONDS),
+    "hang": Fault(
+        5, 1, "last seen in vembed/entrypoints/command.py", ("error: rank 1 on {host}: " + SILENCE,),
+        timeout_seconds=6, within=MISSED_SECONDS,
+    ),
+    "kill alone": Fault(5, 0, "stopped answering", within=25),  # neither the timeout nor the launcher's patience
+    "work alone": Fault(0, None, timeout_seconds=6),
+    "nothing": Fault(0, None, num_processes=3),
+}  # fmt: skip
+"""What the job does at its fourth step -> what becomes of the run."""
+
+ONCE = {"bug": "Traceback", "differ": "the processes of this run differ"}
+"""What is said once, although several processes could say it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_run_that_fails_on_one_process_ends_on_all_with_one_cause(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault, folder = FAULTS[name], tmp_path / "out"
+    folder.mkdir()
+    (folder / "exit.json").write_text("of an earlier attempt")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = [name, str(folder), str(fault.timeout_seconds)]
     started = time.monotonic()
-    code = launch(JOB, words, num_processes=num_processes, called="python run.py", stop_seconds=30)
-    return code, time.monotonic() - started
-
-
-def exit_json(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "exit.json").read_text("utf-8"))
-    return content
-
-
-@pytest.mark.slow
-def test_an_error_on_one_rank_ends_all_with_its_code_and_names_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code, _ = run("error", tmp_path / "out")
+    code = launch(JOB, words, num_processes=fault.num_processes, called="python run.py", stop_seconds=30)
+    seconds = time.monotonic() - started
     out, err = capfd.readouterr()
-    assert code == 3
-    assert {line.split(",")[0] for line in out.splitlines() if " of 2" in line} == {"rank 0 of 2", "rank 1 of 2"}
-    found = exit_json(tmp_path / "out")
-    assert (found["code"], found["rank"], found["message"]) == (3, 1, "rows.jsonl:3: the text is empty")
-    assert found["host"]
-    assert f"error: rank 1 on {found['host']}: rows.jsonl:3: the text is empty" in err
-    assert "rank 0: leaves after the failure of rank 1" in err
-    assert "Traceback" not in err
-
-
-@pytest.mark.slow
-def test_a_run_without_failure_leaves_no_exit_json_and_waits_for_the_last(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "exit.json").write_text("of an earlier attempt")
-    code, _ = run("nothing", tmp_path / "out", num_processes=3)
-    assert code == 0, capfd.readouterr().err
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["done"]
-
-
-@pytest.mark.slow
-def test_a_bug_on_one_rank_shows_its_traceback_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, _ = run("bug", tmp_path / "out")
-    err = capfd.readouterr().err
-    assert code == 1
-    assert err.count("Traceback") == 1
-    assert "ZeroDivisionError: a bug" in err
-    assert (exit_json(tmp_path / "out")["rank"], exit_json(tmp_path / "out")["code"]) == (1, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "words"), [("kill", "without a word"), ("stop", "without a word"), ("hang", "waited")]
-)
-def test_a_rank_that_can_not_speak_is_named_by_the_others(
-    tmp_path: Path, what: str, words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code, seconds = run(what, tmp_path / "out", timeout_seconds=6)
-    err = capfd.readouterr().err
-    assert code == 5, err
-    found = exit_json(tmp_path / "out")
-    assert (found["rank"], found["code"]) == (1, 5)
-    assert words in found["message"]
-    assert f"error: rank 1 on {found['host']}" in err
-    if what == "hang":
-        assert "it is still in vembed/entrypoints/command.py" in found["message"]
-    assert seconds < 6 + 75  # torch's launcher gives a stopped process 30 s before it kills it
-
-
-@pytest.mark.slow
-def test_a_first_rank_that_is_killed_while_it_works_alone_is_named_long_before_the_timeout(tmp_path: Path) -> None:
-    code, seconds = run("kill alone", tmp_path / "out", timeout_seconds=600)
-    found = exit_json(tmp_path / "out")
-    assert (code, found["rank"], found["code"]) == (5, 0, 5)
-    assert "ended or stopped without a word" in found["message"]
-    assert seconds < 25, "neither the timeout nor the launcher's patience of 30 s"
-
-
-@pytest.mark.slow
-def test_a_first_rank_that_works_alone_for_longer_than_the_timeout_is_no_failure(tmp_path: Path) -> None:
-    code, seconds = run("work alone", tmp_path / "out", timeout_seconds=6)
-    assert code == 0
-    assert seconds > 12
-
-
-@pytest.mark.slow
-def test_processes_with_other_settings_are_refused_and_both_values_shown(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code, _ = run("differ", tmp_path / "out")
-    assert code == 2
-    message = exit_json(tmp_path / "out")["message"]
-    assert "batch_size: 16 on rank 1" in message
-    assert "8 on rank 0" in message
-    assert capfd.readouterr().err.count("the processes of this run differ") == 1, "all say the same: once is enough"
+    assert code == fault.code, err
+    ranks = {line.split(",")[0] for line in out.splitlines() if f" of {fault.num_processes}" in line}
+    assert ranks == {f"rank {rank} of {fault.num_processes}" for rank in range(fault.num_processes)}
+    assert seconds < fault.within
+    if name == "work alone":
+        assert seconds > 2 * fault.timeout_seconds, "longer than a collective may wait"
+    if name == "nothing":
+        assert [path.name for path in folder.iterdir()] == ["done"], "the others waited for the last"
+    if fault.rank is None:
+        assert not (folder / "exit.json").exists()
+        return
+    found: dict[str, Any] = json.loads((folder / "exit.json").read_text("utf-8"))
+    assert (found["code"], found["rank"]) == (fault.code, fault.rank)
+    assert fault.message in found["message"]
+    assert found["host"] == os.uname().nodename
+    for part in fault.stderr:
+        assert part.format(host=found["host"]) in err
+    for part in fault.silent:
+        assert part not in err
+    if name in ONCE:
+        assert err.count(ONCE[name]) == 1, "all say the same: once is enough"

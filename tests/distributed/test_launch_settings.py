@@ -10,10 +10,9 @@ import torch
 import yaml
 
 from vembed.config.schema import Config
-from vembed.distributed import accelerate_settings as module
-from vembed.distributed import devices
-from vembed.distributed.accelerate_settings import AccelerateSettings, accelerate_settings
-from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
+from vembed.distributed import accelerate as module
+from vembed.distributed import runtime
+from vembed.distributed.accelerate import AccelerateSettings, accelerate_settings, deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.runtime import start_runtime
 from vembed.errors import ConfigError
@@ -199,9 +198,9 @@ def test_a_process_that_nobody_launched_trains_alone_and_plans_for_as_many_as_it
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "num_devices", lambda: 2)
+    monkeypatch.setattr(runtime, "num_devices", lambda: 2)
     with pytest.raises(ConfigError, match="num_processes is 3, and this machine has 2 devices"):
-        devices.processes_to_start(3)
-    assert (devices.processes_to_start(2), devices.processes_to_start("auto")) == (2, 2)
-    monkeypatch.setattr(devices, "num_devices", lambda: 0)
-    assert (devices.processes_to_start(3), devices.processes_to_start("auto")) == (3, 1)
+        runtime.processes_to_start(3)
+    assert (runtime.processes_to_start(2), runtime.processes_to_start("auto")) == (2, 2)
+    monkeypatch.setattr(runtime, "num_devices", lambda: 0)
+    assert (runtime.processes_to_start(3), runtime.processes_to_start("auto")) == (3, 1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from command_cases import ROOT, Site, environment, write_config
 
-from vembed.distributed.failures import EXIT_FILE, ExitFiles, Failure
+from vembed.distributed.watchdog import EXIT_FILE, ExitFiles, Failure
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -32,7 +32,7 @@ HOLD = """
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from vembed.output_lock import hold_output
+from vembed.distributed.lock import hold_output
 
 with ExitStack() as stack:
     for beside in (False, True):

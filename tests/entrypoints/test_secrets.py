@@ -10,7 +10,7 @@ import yaml
 from model_cases import write_model
 
 import vembed
-from vembed.distributed.failures import Failure
+from vembed.distributed.watchdog import Failure
 from vembed.entrypoints.command import run_command
 from vembed.entrypoints.export import main as export_main
 from vembed.entrypoints.train import main

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import PIL.Image
 import pytest
 
-from vembed.checkpoint.format import Checkpoint, FileEntry, write_manifest
+from vembed.checkpoint.format import FileEntry, Manifest, write_manifest
 from vembed.config.load import load_values
 from vembed.config.record import plain_values
 from vembed.entrypoints import train
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_another_configuration_is_refused_with_the_ways_on(data:
     stamp = {"config": plain_values(first), "config_hash": "", "strategy": "single", "world_size": 1}
     refuse_wrong_output(configured(data, learning_rate=1e-4))  # a broken one is for the run to judge
     (checkpoint / "state.json").touch()
-    write_manifest(checkpoint, Checkpoint(4, False, {}, {}, stamp), {"state.json": FileEntry(0, "")})
+    write_manifest(checkpoint, Manifest(4, False, stamp, {}, {"state.json": FileEntry(0, "")}))
     refuse_wrong_output(first)
     refuse_wrong_output(configured(data, logging_steps=3))
     with pytest.raises(ConfigError) as refused:

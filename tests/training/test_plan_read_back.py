@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vembed.checkpoint.contents import LoadedCheckpoint
+from vembed.checkpoint.tensors import LoadedCheckpoint
 from vembed.config.load import load_config
 from vembed.config.record import plain_values
 from vembed.plan.devices import GIB, Devices, Machine

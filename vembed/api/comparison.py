@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.comparison.compare import RunComparison, compare_runs
+from vembed.distributed.lock import hold_output
 from vembed.files import home_path
-from vembed.output_lock import hold_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

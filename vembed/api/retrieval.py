@@ -16,6 +16,7 @@ from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.keys import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
+from vembed.distributed.lock import hold_output
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
 from vembed.evaluation.evaluator import EvaluationOptions
@@ -23,7 +24,6 @@ from vembed.evaluation.evaluator import evaluate as evaluate_task
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
 from vembed.files import home_path, is_folder
-from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.search.build import BuildOptions, write_index
 from vembed.search.format import IndexMeta

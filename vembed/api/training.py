@@ -16,11 +16,11 @@ from vembed.config.schema import Config
 from vembed.data.keys import Source
 from vembed.data.python_rows import ROWS_FOLDER, write_rows
 from vembed.data.run_data import SUGGESTED_SET
+from vembed.distributed.lock import hold_output
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, DataError
 from vembed.losses.registry import register_loss
-from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.terminal import printed_lines
 from vembed.training.callbacks import Callbacks

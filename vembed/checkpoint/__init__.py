@@ -1,6 +1,7 @@
 """Checkpoints: written so that a kill at any moment leaves a whole one, and read back only when every byte is right.
 
-Here: the format on disk, whole tensors and those that processes hold together, the manager (atomic save, retention,
-newest valid), and optimizer state as named tensors. Not here: when to save and what a difference between two runs means
-(training/), and no pickle.
+Comes in: named tensors (whole, or shared out over processes), state and stamp as JSON. Goes out: a folder that is whole
+or isn't there. format.py says what lies on disk, tensors.py writes and reads one folder, manager.py keeps the folders
+of a run, optimizer_state.py names an optimizer's tensors. Not known here: models, when to save, what a difference
+between two runs means (training/). Nothing is pickled.
 """

@@ -6,7 +6,7 @@
         manifest.json                                    written last: the run's stamp, size and SHA-256 of the rest
 
 A folder is a checkpoint only when its manifest matches every file. The manifest carries a checksum of itself, so that
-no single wrong byte anywhere goes unseen.
+no single wrong byte anywhere goes unseen. Nothing here imports torch: commands look for checkpoints before they do.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ import hashlib
 import importlib.metadata
 import json
 import re
+import shutil
 import stat
 from collections.abc import Mapping  # noqa: TC003 - the shape that a manifest is read as
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import vembed
-from vembed.errors import MachineError
+from vembed.errors import ConfigError, MachineError
 from vembed.files import write_durably
 from vembed.json_text import fit, read_object
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from torch import Tensor
-
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
-"""What state and stamps are made of."""
+"""The values that state and stamps are made of."""
 
 FORMAT_VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.json"
 
 STAMP_KEYS: Final = ("config_hash", "strategy", "world_size")
-"""What every stamp holds, so that a resume can always be judged."""
+"""Keys of every stamp, so that a resume can always be judged."""
+
+DISK_MARGIN: Final = 1.2
+"""Free disk that a save asks for, as a multiple of its bytes."""
 
 _PACKAGES: Final = ("torch", "transformers", "numpy", "safetensors")
 _STEP_NAME: Final = re.compile(r"step-([0-9]{8,18})")
@@ -60,37 +62,8 @@ class FutureCheckpointError(MachineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """What one save writes.
-
-    Raises:
-        ValueError: A part's name can't be a file, a stamp key is missing, or a value isn't JSON.
-    """
-
-    step: int  # optimizer steps done
-    best: bool  # whether no earlier checkpoint of the run has a better dev metric
-    tensors: Mapping[str, Mapping[str, Tensor]]  # part ("model", "optimizer" ...) -> name -> tensor, on any device
-    state: Mapping[str, JSON]  # the counters and numbers of the run
-    stamp: Mapping[str, JSON]  # what the run is: `STAMP_KEYS`, and whatever else a resume compares
-
-    def __post_init__(self) -> None:
-        for part in self.tensors:
-            if not _PART_NAME.fullmatch(part):
-                raise ValueError(f"checkpoint part {part!r}: use lower-case letters, digits, '-' and '_'")
-        if missing := [key for key in STAMP_KEYS if key not in self.stamp]:
-            raise ValueError(f"checkpoint stamp: {', '.join(missing)} missing")
-        _json_text(self.state, what="state")
-        _json_text(self.stamp, what="stamp")
-
-    @property
-    def state_text(self) -> str:
-        """What state.json holds."""
-        return _json_text(self.state, what="state")
-
-
-@dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What the manifest says of one file: its size in bytes and the SHA-256 of its content in hex digits."""
+    """Size in bytes and SHA-256 in hex digits of one file."""
 
     size: int
     sha256: str
@@ -98,11 +71,11 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What manifest.json says; the fields are its keys."""
+    """The content of manifest.json; the fields are its keys."""
 
-    step: int
-    best: bool
-    stamp: Mapping[str, Any]
+    step: int  # optimizer steps done
+    best: bool  # no earlier checkpoint of the run has a better dev metric
+    stamp: Mapping[str, Any]  # identity of the run: `STAMP_KEYS`, and whatever else a resume compares
     packages: Mapping[str, str]  # package -> version that wrote it
     files: Mapping[str, FileEntry]  # every file but the manifest
 
@@ -118,14 +91,67 @@ def parse_step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def write_manifest(folder: Path, checkpoint: Checkpoint, files: Mapping[str, FileEntry]) -> None:
-    """Write the manifest, the last file of a checkpoint; `files` are all the others, which are on disk.
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps that have a folder, ascending; a file of such a name counts, and turns out to be broken."""
+    if not folder.is_dir():
+        return []
+    steps = (parse_step(path.name) for path in folder.iterdir())
+    return sorted(step for step in steps if step is not None)
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """Return the bytes that this user can still write to the disk of a folder."""
+    return shutil.disk_usage(folder).free
+
+
+def refuse_other_folder(path: Path) -> None:
+    """Refuse a path that is no checkpoint, and name the newest one nearby.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if path.is_dir() and (parse_step(path.name) is not None or (path / MANIFEST).exists()):
+        return
+    for near in (path, path / "checkpoints", path.parent):
+        if steps := steps_in(near):
+            raise ConfigError(
+                f"resume: {path} is not a checkpoint; the newest one nearby is {near / step_name(steps[-1])}"
+            )
+    raise ConfigError(f"resume: {path} is not a checkpoint; name a step-... folder, or use --resume auto")
+
+
+def state_text(state: Mapping[str, JSON], *, stamp: Mapping[str, JSON], parts: Iterable[str]) -> str:
+    """Return the content of state.json, once everything that a save writes is known to be writable.
+
+    Raises:
+        ValueError: A part's name can't be a file, a stamp key is missing, or a value isn't JSON (NaN and infinity are
+            not).
+    """
+    for part in parts:
+        if not _PART_NAME.fullmatch(part):
+            raise ValueError(f"checkpoint part {part!r}: use lower-case letters, digits, '-' and '_'")
+    if missing := [key for key in STAMP_KEYS if key not in stamp]:
+        raise ValueError(f"checkpoint stamp: {', '.join(missing)} missing")
+    texts = {}
+    for name, content in (("stamp", stamp), ("state", state)):
+        try:
+            texts[name] = json.dumps(content, indent=1, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"checkpoint {name} can't be written as JSON: {error}") from error
+    return texts["state"]
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that compute and write a checkpoint."""
+    return {"vembed": vembed.__version__, **{package: importlib.metadata.version(package) for package in _PACKAGES}}
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, the last file of a checkpoint; the files that it names are on disk.
 
     Raises:
         OSError: The disk refused.
     """
-    ordered = {name: files[name] for name in sorted(files)}
-    manifest = Manifest(checkpoint.step, checkpoint.best, checkpoint.stamp, _package_versions(), ordered)
     body = {"format_version": FORMAT_VERSION, **asdict(manifest)}
     write_durably(folder / MANIFEST, json.dumps({**body, "checksum": _checksum(body)}, indent=1, allow_nan=False))
 
@@ -141,7 +167,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _parse_manifest(folder)
         for name, entry in manifest.files.items():
             status = (folder / name).stat()
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(status.st_mode):  # whoever reads a pipe would wait for ever
                 raise InvalidCheckpointError(f"{folder / name}: no regular file")
             if status.st_size != entry.size:
                 raise InvalidCheckpointError(f"{folder / name}: {status.st_size} bytes, the manifest says {entry.size}")
@@ -154,7 +180,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a folder, whose version must be known and whose checksum right."""
     path = folder / MANIFEST
     try:
         body = read_object(path)
@@ -173,6 +198,7 @@ def _parse_manifest(folder: Path) -> Manifest:
         manifest = fit(Manifest, body, where="manifest")
         if missing := [key for key in STAMP_KEYS if key not in manifest.stamp]:
             raise ValueError(f"its stamp holds no {', '.join(missing)}")
+        # Names are joined to the folder and read, so none may lead out of it.
         if STATE not in manifest.files or not all(map(_FILE_NAME.fullmatch, manifest.files)):
             raise InvalidCheckpointError(f"{path}: names files that no checkpoint has")
     except (ValueError, TypeError, KeyError) as error:
@@ -180,26 +206,6 @@ def _parse_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _package_versions() -> dict[str, str]:
-    """Return the versions of what computes and writes a checkpoint."""
-    versions = {"vembed": vembed.__version__}
-    for package in _PACKAGES:
-        versions[package] = importlib.metadata.version(package)
-    return versions
-
-
 def _checksum(body: Mapping[str, object]) -> str:
     """Return the SHA-256 of a manifest's content, whatever its layout."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _json_text(value: Mapping[str, JSON], *, what: str) -> str:
-    """Return JSON text.
-
-    Raises:
-        ValueError: A value is NaN, infinite or of a type that JSON doesn't have.
-    """
-    try:
-        return json.dumps(value, indent=1, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"checkpoint {what} can't be written as JSON: {error}") from error

@@ -19,6 +19,8 @@ from vembed.errors import ConfigError
 from vembed.json_text import fit
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -69,8 +71,8 @@ def unpack_optimizer(
 ) -> None:
     """Give an optimizer back what `pack_optimizer` took; whatever it remembers now is forgotten.
 
-    Everything is checked before anything changes. Each tensor goes to its parameter's device, but a step counter stays
-    on the CPU where torch wants it there. The parameters' order may differ.
+    Class, groups, names, shapes and keys are checked before anything changes. Each tensor goes to its parameter's
+    device, but a step counter stays on the CPU where torch wants it there. The parameters' order may differ.
 
     Raises:
         ConfigError: Another class, other groups, names or shapes than this optimizer's.
@@ -78,8 +80,13 @@ def unpack_optimizer(
     """
     saved_groups = cast("Sequence[Mapping[str, JSON]]", packed["groups"])
     _check_same(optimizer, names, packed=packed, saved_groups=saved_groups)
-    _check_keys(tensors, cast("Sequence[str]", packed["tensor_keys"]))
-    state: dict[str, dict[str, object]] = {}
+    expected = set(cast("Sequence[str]", packed["tensor_keys"]))
+    if tensors.keys() != expected:
+        raise InvalidCheckpointError(
+            f"optimizer state: {_listed('Missing', expected - tensors.keys())}"
+            f"{_listed('Not expected', tensors.keys() - expected)}"
+        )
+    state: dict[str, dict[str, object]] = {}  # parameter name -> key -> value
     for entries in (tensors, cast("Mapping[str, JSON]", packed["scalars"])):
         for entry, value in entries.items():
             key, name = entry.split("/", 1)
@@ -93,15 +100,15 @@ def unpack_optimizer(
             # JSON has one kind of sequence; torch's own are tuples (betas).
             group[key] = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for parameter in group["params"]:
-            remembered = state.get(names[parameter])
-            if remembered is not None:
+            # A parameter that never had a gradient has no state, before or after.
+            if (remembered := state.get(names[parameter])) is not None:
                 optimizer.state[parameter] = {
                     key: _placed(value, key=key, parameter=parameter, group=group) for key, value in remembered.items()
                 }
 
 
 def check_packed(packed: Mapping[str, JSON]) -> None:
-    """Refuse what `pack_optimizer` can't have returned.
+    """Refuse JSON that `pack_optimizer` can't have returned.
 
     Raises:
         ValueError: A value is of another type, or names don't belong together.
@@ -110,10 +117,8 @@ def check_packed(packed: Mapping[str, JSON]) -> None:
     shapes = fit(dict[str, list[int]], packed["shapes"], where="state.json: optimizer['shapes']")
     for group in fit(list[dict[str, Any]], packed["groups"], where="state.json: optimizer['groups']"):
         fit(dict[str, Any], group["settings"], where="state.json: optimizer['groups']['settings']")
-        if (
-            unknown := set(fit(list[str], group["names"], where="state.json: optimizer['groups']['names']"))
-            - shapes.keys()
-        ):
+        names = fit(list[str], group["names"], where="state.json: optimizer['groups']['names']")
+        if unknown := set(names) - shapes.keys():
             raise ValueError(f"state.json: optimizer: {_listed('No shape of', unknown)}")
     keys = fit(list[str], packed["tensor_keys"], where="state.json: optimizer['tensor_keys']")
     scalars = fit(dict[str, str | int | float | None], packed["scalars"], where="state.json: optimizer['scalars']")
@@ -125,10 +130,12 @@ def _placed(value: object, *, key: str, parameter: Tensor, group: Mapping[str, o
     """Return a copy of a state value where and as the optimizer wants it."""
     if not isinstance(value, torch.Tensor | SharedTensor):
         return value
+    # Moments have their parameter's shape, and are cut like it; Adafactor's rows and columns are whole everywhere.
     if is_shared(parameter) and tuple(value.shape) == tuple(parameter.shape):
-        mine = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        load_into(mine, value)
-        return mine
+        shard = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        load_into(shard, value)
+        return shard
+    # AdamW counts steps on the CPU unless a kernel on the device reads the count.
     on_cpu = key == "step" and not group.get("capturable") and not group.get("fused")
     return whole(value).to("cpu" if on_cpu else parameter.device, copy=True)
 
@@ -163,32 +170,22 @@ def _check_same(
             )
 
 
-def _check_keys(tensors: Mapping[str, Saved], expected: Sequence[str]) -> None:
-    """Refuse tensors that are not exactly those that were packed."""
-    if set(tensors) != set(expected):
-        raise InvalidCheckpointError(
-            f"optimizer state: {_listed('Missing', set(expected) - set(tensors))}"
-            f"{_listed('Not expected', set(tensors) - set(expected))}"
-        )
-
-
-def _listed(what: str, names: Sequence[str] | set[str]) -> str:
-    """Return "what: a, b, c and 4 more. ", or nothing when there are no names."""
-    first = sorted(names)
-    if not first:
+def _listed(heading: str, names: Collection[str]) -> str:
+    """Return "heading: a, b, c and 4 more. ", or nothing when there are no names."""
+    if not names:
         return ""
-    return f"{what}: {', '.join(first[:3])}{f' and {len(first) - 3} more' if len(first) > 3 else ''}. "
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{heading}: {', '.join(sorted(names)[:3])}{more}. "
 
 
 def _kind(value: object) -> object:
-    """Return what a hyper-parameter is, to tell it from one of another kind."""
+    """Return the type of a hyper-parameter as JSON tells types apart, to refuse one of another."""
     if isinstance(value, list | tuple):
-        return [_kind(each) for each in value]
+        return [_kind(item) for item in value]
     return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
 
 
 def _name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
-    """Return a parameter's name."""
     if parameter not in names:
         raise ValueError(f"an optimized parameter of shape {tuple(parameter.shape)} has no name")
     return names[parameter]

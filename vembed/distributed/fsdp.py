@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from vembed.distributed.devices import gathers_narrow
+from vembed.distributed.runtime import gathers_narrow
 from vembed.distributed.shards import keep_asked_dtype, reshard
 from vembed.distributed.starting_weights import receive
 from vembed.errors import MachineError
@@ -62,21 +62,16 @@ class ShardedEncoder:
         self.encoder = encoder
         self.mode = mode
         self.ranks = ranks
-        self.parameters: list[Tensor] = [each for each in encoder.parameters() if each.requires_grad]
+        self.parameters: list[Tensor] = [weight for weight in encoder.parameters() if weight.requires_grad]
         self._root = cast("FSDPModule", encoder)
-        self._units = [module for module in encoder.modules() if isinstance(module, FSDPModule)]
-        self._whole = [each for each in self.parameters if not isinstance(each, DTensor)]
-        self._start = torch.zeros((), device=device)
+        self._units = [module for module in encoder.modules() if isinstance(module, FSDPModule)]  # the root is first
+        self._whole = [weight for weight in self.parameters if not isinstance(weight, DTensor)]
+        self._start = torch.zeros((), device=device)  # input of calls that compute nothing
 
     @property
     def needs_equal_calls(self) -> bool:
-        """Whether every rank must make the same encoder calls in the same order, as each is a collective."""
+        """True when every rank must make the same encoder calls in the same order, as each is a collective."""
         return self.mode != "fast"
-
-    @property
-    def num_units(self) -> int:
-        """Parts that are gathered at once."""
-        return len(self._units)
 
     def allocate(self) -> None:
         """Make the tensors that whole weights live in: made in an evaluation, they could not be trained."""
@@ -146,15 +141,18 @@ class ShardedEncoder:
         in_blocks = {module for block in blocks for module in cast("nn.Module", block).modules()}
 
         def pass_on(unit: Any) -> Callable[[Tensor], Tensor]:
+            # Called by torch between its hooks, so the unit's parameters are whole here, as in its real forward.
             def forward(x: Tensor) -> Tensor:
                 for block in blocks if unit is root else []:
                     x = nn.Module.__call__(cast("nn.Module", block), x)  # a layer may checkpoint in its own __call__
-                own = (each for each in unit.modules() if unit is not root or each not in in_blocks)
-                for weight in (
-                    (each for module in own for each in module.parameters(recurse=False)) if all_units else ()
-                ):
-                    if weight.requires_grad:
-                        x = x + weight.flatten()[:0].sum()
+                if not all_units:
+                    return x
+                for module in unit.modules():
+                    if unit is root and module in in_blocks:
+                        continue  # the block's own call gives its weights their gradient
+                    for weight in module.parameters(recurse=False):
+                        if weight.requires_grad:
+                            x = x + weight.flatten()[:0].sum()  # adds 0, and a gradient of zero in the weight's shape
                 return x
 
             return forward
@@ -219,20 +217,24 @@ def shard_encoder(
     assert way.mode is not None
     if way.mode == "sharded":
         _refuse_narrow_sums(encoder)
+    if way.cpu_offload and device.type == "cpu":
+        raise MachineError("cpu_offload keeps weights off an accelerator, and this run has none; set it to false")
     # Nothing here changes the output of a layer in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     settings: dict[str, Any] = {
         "mesh": _mesh(device, way.sharding_factor, ranks.world_size),
-        "offload_policy": _offload(device, way),
+        "offload_policy": CPUOffloadPolicy() if way.cpu_offload else OffloadPolicy(),
+        # A scalar can't be cut: it stays whole, and its gradient is summed like those of the replicated strategy.
         "ignored_params": {parameter for parameter in encoder.parameters() if parameter.ndim == 0},
     }
-    receive((each for each in encoder.parameters() if each.ndim == 0), ranks, device)
+    receive((scalar for scalar in encoder.parameters() if scalar.ndim == 0), ranks, device)
     precision = _precision(encoder, compute_dtype)
+    # Block by block, inner units first: no device ever holds more than one block beside its shards.
     for block in transformer_blocks(encoder):
         keep_asked_dtype(block)
         receive((*block.parameters(), *block.buffers()), ranks, device)
         fully_shard(block, **settings, mp_policy=precision, reshard_after_forward=way.mode != "fast")
-    rest = (each for each in (*encoder.parameters(), *encoder.buffers()) if not isinstance(each, DTensor))
+    rest = (tensor for tensor in (*encoder.parameters(), *encoder.buffers()) if not isinstance(tensor, DTensor))
     receive(rest, ranks, device)
     # What the blocks leave over is in use from the first layer to the last: it stays whole from forward to backward.
     root = fully_shard(
@@ -241,7 +243,11 @@ def shard_encoder(
         mp_policy=MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False),
         reshard_after_forward=False if way.mode == "fast" else None,
     )
-    _configure(root, way.mode)
+    root.set_reshard_after_backward(reshard_after_backward=way.mode != "fast")
+    for unit in encoder.modules():
+        if isinstance(unit, FSDPModule):  # neither of these two recurses
+            unit.set_gradient_divide_factor(1.0)  # sums, not torch's average over the ranks
+            unit.set_force_sum_reduction_for_comms(enable=True)
     handle = ShardedEncoder(encoder, way.mode, ranks, device)
     handle.allocate()
     return handle
@@ -258,14 +264,6 @@ def _refuse_narrow_sums(encoder: nn.Module) -> None:
             )
 
 
-def _configure(root: FSDPModule, mode: ShardingMode) -> None:
-    root.set_reshard_after_backward(reshard_after_backward=mode != "fast")
-    for unit in cast("nn.Module", root).modules():
-        if isinstance(unit, FSDPModule):  # neither of these two recurses
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(enable=True)
-
-
 def transformer_blocks(encoder: nn.Module) -> list[nn.Module]:
     """Return the modules that are gathered one at a time: the outermost transformer layers.
 
@@ -275,33 +273,31 @@ def transformer_blocks(encoder: nn.Module) -> list[nn.Module]:
     names: set[str] = set()
     for module in encoder.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
-    names = {name for name in names if not name.endswith("Embeddings")}
-    found: list[nn.Module] = []
-    within: set[nn.Module] = set()
+    names = {name for name in names if not name.endswith("Embeddings")}  # listed too, but no layers
+    blocks: list[nn.Module] = []
+    within: set[nn.Module] = set()  # modules of blocks, which are not cut again
     for module in encoder.modules():
         if module in within:
             continue
-        blocks = [module] if type(module).__name__ in names else _equal_layers(module)
-        for block in blocks:
+        candidates: list[nn.Module] = []
+        if type(module).__name__ in names:
+            candidates = [module]
+        elif isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= 2:
+            layers = list(module)
+            # Of one class, and made of parts: a list of linear layers is no list of blocks.
+            if len({type(layer) for layer in layers}) == 1 and any(True for _ in layers[0].children()):
+                candidates = layers
+        for block in candidates:
             if block not in within and any(True for _ in block.parameters()):
-                found.append(block)
+                blocks.append(block)
                 within.update(block.modules())
-    return found
-
-
-def _equal_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the members of a list of at least two layers of one class; single linear layers are no blocks."""
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
-        return []
-    layers = list(module)
-    is_alike = len({type(layer) for layer in layers}) == 1
-    return layers if is_alike and any(True for _ in layers[0].children()) else []
+    return blocks
 
 
 def _mesh(device: torch.device, factor: int, world: int) -> DeviceMesh:
     if world % factor != 0:
-        divisors = [each for each in range(1, world + 1) if world % each == 0]
-        nearest = min(divisors, key=lambda each: abs(each - factor))
+        divisors = [number for number in range(1, world + 1) if world % number == 0]
+        nearest = min(divisors, key=lambda divisor: abs(divisor - factor))
         raise MachineError(f"sharding_factor {factor} doesn't divide the {world} processes; set it to {nearest}")
     if factor == world:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
@@ -331,11 +327,3 @@ def _precision(encoder: nn.Module, compute_dtype: torch.dtype | None) -> MixedPr
         narrowing["param_dtype"] = compute_dtype
         narrowing["param_dtype_override_fn"] = lambda parameter: parameter.dtype if parameter.ndim < 2 else None
     return MixedPrecisionPolicy(reduce_dtype=widest, cast_forward_inputs=False, **narrowing)
-
-
-def _offload(device: torch.device, way: Way) -> OffloadPolicy:
-    if not way.cpu_offload:
-        return OffloadPolicy()
-    if device.type == "cpu":
-        raise MachineError("cpu_offload keeps weights off an accelerator, and this run has none; set it to false")
-    return CPUOffloadPolicy()

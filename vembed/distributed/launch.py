@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from vembed.distributed.failures import LAUNCHER_FOLDER, Failure, host_name, read_failure, write_for_the_dead
 from vembed.distributed.process_env import LAUNCHED_BY
+from vembed.distributed.watchdog import LAUNCHER_FOLDER, OWNED_FILE, ExitFiles, Failure, host_name
 from vembed.errors import ExitCode
 from vembed.plan.devices import cpu_cores
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 _ELASTIC: Final = "torch.distributed.elastic"
 _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-
-
-_GO_ON: Final = "The same command continues from the last checkpoint"
 
 
 def launch(script: Path, words: Sequence[str], *, num_processes: int, called: str, stop_seconds: int) -> int:
@@ -45,31 +42,14 @@ def launch(script: Path, words: Sequence[str], *, num_processes: int, called: st
         called: How the user called the command, for the report and for messages.
         stop_seconds: How long the processes may take to save and leave after a signal; then they are killed.
     """
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // num_processes)))  # which share the cores
-    with tempfile.TemporaryDirectory(prefix="vembed-") as folder, ExitStack() as stack:
-        added = {LAUNCHED_BY: called, LAUNCHER_FOLDER: folder, "OMP_NUM_THREADS": threads}
-        for context in (_environment(added), _quiet_elastic(), _own_signals()):
-            stack.enter_context(context)
-        try:
-            elastic_launch(_elastic(num_processes, stop_seconds), sys.executable)(str(script), *words)
-        except ChildFailedError as error:
-            failure = read_failure(Path(folder))
-            return failure.code if failure else _told(_unsaid(error), Path(folder))
-        except SignalException as stopped:
-            failure = read_failure(Path(folder))
-            return failure.code if failure else _told(_stop_of(stopped.sigval), Path(folder))
-    return ExitCode.OK
-
-
-def _elastic(num_processes: int, stop_seconds: int) -> LaunchConfig:
     options: dict[str, Any] = {}
-    known = {each.name for each in fields(LaunchConfig)}
+    known = {option.name for option in fields(LaunchConfig)}
     if "shutdown_timeout" in known:  # older versions of torch kill after 30 s
         options["shutdown_timeout"] = stop_seconds
     if "signals_to_handle" in known:  # and leave out SIGUSR1
-        heard = [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup wants it
-        options["signals_to_handle"] = ",".join(number.name for number in heard)
-    return LaunchConfig(
+        handled = [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup wants it
+        options["signals_to_handle"] = ",".join(number.name for number in handled)
+    elastic = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_processes,
@@ -81,27 +61,46 @@ def _elastic(num_processes: int, stop_seconds: int) -> LaunchConfig:
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         **options,
     )
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // num_processes)))  # which share the cores
+    with tempfile.TemporaryDirectory(prefix="vembed-") as folder, ExitStack() as stack:
+        added = {LAUNCHED_BY: called, LAUNCHER_FOLDER: folder, "OMP_NUM_THREADS": threads}
+        for context in (_environment(added), _quiet_elastic(), _own_signals()):
+            stack.enter_context(context)
+        try:
+            elastic_launch(elastic, sys.executable)(str(script), *words)
+        except ChildFailedError as error:
+            return conclude(Path(folder), _end_of(error))
+        except SignalException as stopped:  # processes that had nothing to save yet
+            code = ExitCode.INTERRUPTED if stopped.sigval == signal.SIGINT else ExitCode.PREEMPTED
+            message = f"stopped by {stopped.sigval.name} before training began; the same command starts again"
+            return conclude(Path(folder), Failure(int(code), 0, host_name(), message))
+    return ExitCode.OK
 
 
-def _told(failure: Failure, folder: Path) -> int:
-    """Say what the processes could not, and return its code."""
-    write_for_the_dead(failure, folder)
-    print(f"error: {failure}", file=sys.stderr)  # noqa: T201 - nobody else is left to say it
-    return failure.code
+def conclude(folder: Path, unsaid: Failure) -> int:
+    """Return the exit code of a run that failed, and say why where its processes could not.
+
+    Args:
+        folder: Where each process writes the first failure, and rank 0 which output folder is the run's.
+        unsaid: The failure as seen from here, for processes that were killed before they could write.
+    """
+    for path in folder.glob("*.json"):
+        return Failure.from_json(path.read_text("utf-8")).code  # they all write of the first one
+    if (owned := folder / OWNED_FILE).is_file():
+        files = ExitFiles()
+        files.own(Path(owned.read_text("utf-8")), is_main=False)
+        files.write(unsaid, to_folder=True)
+    print(f"error: {unsaid}", file=sys.stderr)  # noqa: T201 - nobody else is left to say it
+    return unsaid.code
 
 
-def _stop_of(received: signal.Signals) -> Failure:
-    """Return the stop of processes that had nothing to save yet."""
-    code = ExitCode.INTERRUPTED if received == signal.SIGINT else ExitCode.PREEMPTED
-    message = f"stopped by {received.name} before training began; the same command starts again"
-    return Failure(int(code), 0, host_name(), message)
-
-
-def _unsaid(error: ChildFailedError) -> Failure:
-    """Return the failure of processes that could not tell anything."""
+def _end_of(error: ChildFailedError) -> Failure:
     rank, process = error.get_first_failure()
     if process.exitcode < 0:
-        message = f"was ended by {process.signal_name()}; did the machine run out of memory? {_GO_ON}"
+        message = (
+            f"was ended by {process.signal_name()}; did the machine run out of memory? The same command continues from "
+            f"the last checkpoint"
+        )
         return Failure(int(ExitCode.ENVIRONMENT), rank, host_name(), message)
     return Failure(process.exitcode, rank, host_name(), f"ended with exit code {process.exitcode}")
 
@@ -117,6 +116,7 @@ def _own_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
+            # None: it was installed by C code, which Python can't put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 

@@ -1,4 +1,8 @@
-"""Which process of a run this is, as the environment says it: run.py, accelerate launch, torchrun or srun."""
+"""The place of this process in a run, as its launcher wrote it into the environment.
+
+run.py, accelerate launch and torchrun set RANK, WORLD_SIZE and so on; srun sets variables of SLURM. Nothing here
+imports torch: commands ask who they are before they do.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ LAUNCHED_BY: Final = "VEMBED_LAUNCHED_BY"
 
 DEFAULT_PORT: Final = 29500
 _SLURM_PORTS: Final = range(20_000, 30_000)
+"""The job's number picks one, so that two jobs on a machine don't meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class ProcessEnv:
 
     @property
     def is_launched(self) -> bool:
-        """Whether something started this process as one of a run: then nothing more is to be started."""
+        """True when something started this process as one of a run: then nothing more is to be started."""
         return bool(self.launcher)
 
     def environment(self) -> dict[str, str]:
@@ -50,20 +55,26 @@ class ProcessEnv:
 
 
 def process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
-    """Return which process of a run this is.
+    """Return the place of this process in its run.
 
     Raises:
         ConfigError: The variables contradict each other, or several processes were asked for and one was started.
     """
     on_cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     if "WORLD_SIZE" in environ:
-        return _told(environ, on_cpu=on_cpu)
+        return _from_torchrun(environ, on_cpu=on_cpu)
     if is_under_accelerate(environ):
         if "MASTER_ADDR" in environ:
-            raise ConfigError(_ONE_OF_SEVERAL)
+            raise ConfigError(
+                "accelerate launch was asked for several processes and started one: that is what it does with --cpu "
+                "and with distributed_type NO or MULTI_CPU. Let vembed start them (python run.py CONFIG "
+                "--config_override num_processes=2), or write distributed_type: MULTI_GPU beside use_cpu: true in the "
+                "file of accelerate"
+            )
         return ProcessEnv(launcher="accelerate launch", on_cpu=on_cpu)
+    # A step of several tasks: the batch script itself, and an interactive shell, are steps of one.
     if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        return _slurm(environ, on_cpu=on_cpu)
+        return _from_slurm(environ, on_cpu=on_cpu)
     return ProcessEnv(on_cpu=on_cpu)
 
 
@@ -72,15 +83,8 @@ def is_under_accelerate(environ: Mapping[str, str]) -> bool:
     return "ACCELERATE_MIXED_PRECISION" in environ
 
 
-_ONE_OF_SEVERAL = (
-    "accelerate launch was asked for several processes and started one: that is what it does with --cpu and with "
-    "distributed_type NO or MULTI_CPU. Let vembed start them (python run.py CONFIG --config_override num_processes=2), "
-    "or write distributed_type: MULTI_GPU beside use_cpu: true in the file of accelerate"
-)
-
-
-def _told(environ: Mapping[str, str], *, on_cpu: bool) -> ProcessEnv:
-    """Read what torchrun and everything built on it says."""
+def _from_torchrun(environ: Mapping[str, str], *, on_cpu: bool) -> ProcessEnv:
+    """Read the variables of torchrun and everything built on it."""
     world_size, rank = _number(environ, "WORLD_SIZE", 1), _number(environ, "RANK", 0)
     local_rank = _number(environ, "LOCAL_RANK", 0)
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size if "LOCAL_RANK" in environ else 1)
@@ -96,28 +100,25 @@ def _told(environ: Mapping[str, str], *, on_cpu: bool) -> ProcessEnv:
     address = environ.get("MASTER_ADDR")
     if world_size > 1 and address is None:
         raise ConfigError("WORLD_SIZE is set and MASTER_ADDR is not: it names the host of rank 0")
+    launcher = environ.get(LAUNCHED_BY)
+    if launcher is None and is_under_accelerate(environ):
+        launcher = "accelerate launch"
+    elif launcher is None:
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
     return ProcessEnv(
         rank,
         world_size,
         local_rank,
         local_world_size,
-        _launcher(environ),
+        launcher,
         address or "127.0.0.1",
         _number(environ, "MASTER_PORT", DEFAULT_PORT),
         on_cpu,
     )
 
 
-def _launcher(environ: Mapping[str, str]) -> str:
-    if LAUNCHED_BY in environ:
-        return environ[LAUNCHED_BY]
-    if is_under_accelerate(environ):
-        return "accelerate launch"
-    return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
-
-
-def _slurm(environ: Mapping[str, str], *, on_cpu: bool) -> ProcessEnv:
-    """Read which task of `srun` this is, which starts one process for each device."""
+def _from_slurm(environ: Mapping[str, str], *, on_cpu: bool) -> ProcessEnv:
+    """Read the variables of a task of `srun`, which starts one process for each device."""
     job = _number(environ, "SLURM_JOB_ID", 0)
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
     node = _number(environ, "SLURM_NODEID", 0)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from vembed.distributed.failures import host_name
+from vembed.distributed.watchdog import host_name
 from vembed.errors import ConfigError, MachineError, VembedError
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ class Ranks:
 
     @property
     def is_one(self) -> bool:
-        """Whether this process is alone."""
+        """True when this process is alone."""
         return self.world_size == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes files and talks to people."""
+        """True for the process that writes files and talks to people."""
         return self.rank == 0
 
     def from_first(self, make: Callable[[], Made]) -> Made:
@@ -78,11 +78,11 @@ class Ranks:
                 except Exception as raised:  # noqa: BLE001 - it is raised again, here and on every other rank
                     error = raised
             self._await_first()
-        made, told = self._object_from_first((made, None if error is None else _for_others(error, self.rank)))
-        if error is not None:
+        made, shared = self._object_from_first((made, None if error is None else _for_others(error, self.rank)))
+        if error is not None:  # the first rank's own, with its traceback
             raise error
-        if told is not None:
-            raise told
+        if shared is not None:
+            raise shared
         return cast("Made", made)
 
     def together(self, make: Callable[[], Made]) -> Made:
@@ -102,7 +102,8 @@ class Ranks:
             made = make()
         except (OSError, VembedError) as raised:
             error = _for_others(raised, self.rank)
-        first = next((each for each in self.gather_objects(error) if each is not None), None)
+        # Of several errors all ranks raise the same one, so that they leave, or continue, together.
+        first = next((error for error in self.gather_objects(error) if error is not None), None)
         if first is not None:
             raise first
         return cast("Made", made)
@@ -116,22 +117,22 @@ class Ranks:
         if self.watchdog is not None:
             self.watchdog.await_first()
 
-    def _object_from_first(self, own: Any) -> Any:
-        """Return what the first rank gives, on every rank."""
+    def _object_from_first(self, value: Any) -> Any:
+        """Return the first rank's value on every rank."""
         self._count()
-        parcel = [own]
+        parcel = [value]
         dist.broadcast_object_list(parcel, group_src=0, group=self.group)
         return parcel[0]
 
-    def gather_objects(self, own: Made) -> list[Made]:
-        """Return what each rank gives, in the order of the ranks, on every rank. It is pickled: small things only."""
+    def gather_objects(self, value: Made) -> list[Made]:
+        """Return the values of all ranks, in their order, on every rank. They are pickled: small things only."""
         if self.is_one:
-            return [own]
-        found: list[Made] = [own] * self.world_size
+            return [value]
+        values: list[Made] = [value] * self.world_size
         self._await_first()
         self._count()
-        dist.all_gather_object(found, own, group=self.group)
-        return found
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def require_equal(self, facts: Mapping[str, str]) -> None:
         """Refuse to continue where processes differ in settings, data or packages: they would not train one model.
@@ -145,11 +146,11 @@ class Ranks:
         everyone = self.gather_objects((host_name(), dict(facts)))
         first_host, first = everyone[0]
         lines = [
-            f"\n  {name}: {own.get(name, 'missing')} on rank {rank} ({host}), "
+            f"\n  {name}: {here.get(name, 'missing')} on rank {rank} ({host}), "
             f"{first.get(name, 'missing')} on rank 0 ({first_host})"
-            for rank, (host, own) in enumerate(everyone)
-            for name in {**first, **own}
-            if own.get(name) != first.get(name)
+            for rank, (host, here) in enumerate(everyone)
+            for name in {**first, **here}
+            if here.get(name) != first.get(name)
         ]
         if lines:
             raise ConfigError(
@@ -171,11 +172,11 @@ class Ranks:
             return x_RE
         self._count()
         padded = _padded(x_RE, max(counts))
-        found = [torch.empty_like(padded) for _ in counts] if self.is_first else None
-        dist.gather(padded, found, group_dst=0, group=self.group)
-        if found is None:
+        blocks = [torch.empty_like(padded) for _ in counts] if self.is_first else None
+        dist.gather(padded, blocks, group_dst=0, group=self.group)
+        if blocks is None:
             return x_RE[:0]
-        return torch.cat([rows[:count] for rows, count in zip(found, counts, strict=True)])
+        return torch.cat([rows[:count] for rows, count in zip(blocks, counts, strict=True)])
 
     def gather_rows(self, x_RE: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the rows of all ranks, those of rank 0 first.
@@ -194,9 +195,9 @@ class Ranks:
     def gather_blocks(self, x_RE: Tensor, num_rows: int) -> Tensor:
         """Return the rows of all ranks in blocks of `num_rows`, one for each rank; behind its rows stand zeros."""
         self._count()
-        own = x_RE.contiguous() if len(x_RE) == num_rows else _padded(x_RE, num_rows)
+        block = x_RE.contiguous() if len(x_RE) == num_rows else _padded(x_RE, num_rows)
         gathered = x_RE.new_empty(self.world_size * num_rows, *x_RE.shape[1:])
-        dist.all_gather_into_tensor(gathered, own, group=self.group)
+        dist.all_gather_into_tensor(gathered, block, group=self.group)
         return gathered
 
     def sum_own_block(self, x_RE: Tensor) -> Tensor:
@@ -248,10 +249,12 @@ class Ranks:
         if self.is_one:
             return
         for bucket in _buckets(parameters, self.bucket_bytes):
+            # At least float32: what one rank adds to the sum of many would be lost in bfloat16's rounding.
             dtype = torch.promote_types(bucket[0].dtype, torch.float32)
-            flat = torch.cat([_gradient(parameter).to(dtype).flatten() for parameter in bucket])
+            gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in bucket]
+            flat = torch.cat([gradient.to(dtype).flatten() for gradient in gradients])
             self.sum_(flat)
-            for parameter, gradient in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+            for parameter, gradient in zip(bucket, flat.split([weight.numel() for weight in bucket]), strict=True):
                 parameter.grad = gradient.view_as(parameter).to(parameter.grad_dtype)
 
 
@@ -268,7 +271,7 @@ def _for_others(error: Exception, rank: int) -> Exception:
         return error
     message = str(error) if rank == 0 else f"process {rank}: {error}"
     if isinstance(error, VembedError):
-        kind = next(each for each in type(error).__mro__ if "__init__" not in vars(each))  # takes a message
+        kind = next(base for base in type(error).__mro__ if "__init__" not in vars(base))  # takes a message
         return cast("Exception", kind(message))
     if isinstance(error, OSError):
         return OSError(message)
@@ -277,8 +280,8 @@ def _for_others(error: Exception, rank: int) -> Exception:
 
 def _survives_pickling(kind: type[VembedError]) -> bool:
     """Return whether an error is made of its message alone, or says itself how it is made again."""
-    own = kind.__mro__[: kind.__mro__.index(VembedError)]
-    return not any("__init__" in vars(each) for each in own) or any("__reduce__" in vars(each) for each in own)
+    bases = kind.__mro__[: kind.__mro__.index(VembedError)]
+    return not any("__init__" in vars(base) for base in bases) or any("__reduce__" in vars(base) for base in bases)
 
 
 def _buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
@@ -286,15 +289,11 @@ def _buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[T
     bucket: list[Tensor] = []
     size = 0
     for parameter in parameters:
-        own = parameter.numel() * torch.promote_types(parameter.dtype, torch.float32).itemsize
-        if bucket and (size + own > bucket_bytes or parameter.dtype != bucket[0].dtype):
+        num_bytes = parameter.numel() * torch.promote_types(parameter.dtype, torch.float32).itemsize
+        if bucket and (size + num_bytes > bucket_bytes or parameter.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append(parameter)
-        size += own
+        size += num_bytes
     if bucket:
         yield bucket
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -113,8 +113,8 @@ def total_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:
         return nn.utils.get_total_norm(whole)
     assert not ranks.is_one, "the norm of shards is that of all ranks"
     # Each part is squared where it lies: offloaded ones on the CPU, where the processes of accelerators can't talk.
-    own = [gradient for gradient in shards if is_first_copy(gradient)]
-    square = ranks.sum_(_squared_norm(own).to(shards[0].device_mesh.device_type))
+    counted = [gradient for gradient in shards if is_first_copy(gradient)]  # equal copies once
+    square = ranks.sum_(_squared_norm(counted).to(shards[0].device_mesh.device_type))
     square += _squared_norm(whole).to(square.device)
     return square.sqrt().to(torch.promote_types(shards[0].dtype, torch.float32))
 
@@ -123,7 +123,8 @@ def _squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the squared L2 norm of this process's parts of gradients, a scalar in float64: squares overflow sooner."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm([local_part(each) for each in gradients])).double().square().sum()
+    norms = torch._foreach_norm([local_part(gradient) for gradient in gradients])
+    return torch.stack(norms).double().square().sum()
 
 
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -174,7 +175,5 @@ def full_tensors(encoder: nn.Module, ranks: Ranks) -> Iterator[tuple[str, Tensor
     """
     reshard(encoder)
     for name, value in encoder.state_dict().items():
-        whole = value
-        if is_shared(value):
-            whole = whole_tensor(value)
-        yield name, whole.detach().cpu() if ranks.rank == 0 else None
+        whole = whole_tensor(value) if is_shared(value) else value  # a collective: on all ranks, though one keeps it
+        yield name, whole.detach().cpu() if ranks.is_first else None

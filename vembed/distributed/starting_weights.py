@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TensorFacts(NamedTuple):
-    """What a tensor is, but for its values."""
+    """Shape, type and role of a tensor; all but its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,8 +40,8 @@ class Outline:
     def of(cls, model: nn.Module) -> Outline:
         """Return the outline of a model."""
         facts = {
-            name: TensorFacts(tuple(each.shape), each.dtype, each.requires_grad)
-            for name, each in _tensors(model).items()
+            name: TensorFacts(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for name, tensor in _tensors(model).items()
         }
         return cls(facts, {name: module.training for name, module in model.named_modules()})
 
@@ -51,20 +51,22 @@ class Outline:
         What the first process has left out, as a head without weights, is left out; types and modes become the same.
         """
         for name, _ in list(model.named_modules()):
+            # A module that the outline lacks goes, unless its parent has gone with it.
             parent, _, leaf = name.rpartition(".")
             if name not in self.modules and (parent in self.modules or not parent):
                 setattr(model.get_submodule(parent), leaf, None)
-        own = _tensors(model)
-        differing = sorted(own.keys() ^ self.tensors.keys()) or [
-            name for name, each in own.items() if tuple(each.shape) != self.tensors[name].shape
+        tensors = _tensors(model)
+        differing = sorted(tensors.keys() ^ self.tensors.keys()) or [
+            name for name, tensor in tensors.items() if tuple(tensor.shape) != self.tensors[name].shape
         ]
         if differing:
             return f"{differing[0]} differs in this process"
         for name, module in model.named_modules():
-            stray = [attribute for attribute, value in vars(module).items() if _is_meta(value)]
+            # A plain attribute has no values here, and nothing would send it any.
+            stray = [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
             if stray:
                 return f"{name}.{stray[0]} is a tensor but no buffer, so it can't be received".lstrip(".")
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             facts = self.tensors[name]
             tensor.data = tensor.data.to(facts.dtype)
             tensor.requires_grad_(facts.trains)
@@ -78,10 +80,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _is_meta(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
-
-
 @torch.no_grad()
 def receive(tensors: Iterable[Tensor], ranks: Ranks, device: torch.device) -> None:
     """Move tensors to the device, with the values that they have on the first rank; all ranks call it alike.
@@ -90,6 +88,7 @@ def receive(tensors: Iterable[Tensor], ranks: Ranks, device: torch.device) -> No
     """
     for tensor in tensors:
         if tensor.is_meta:
+            # A meta tensor can't get memory by `.data`; the swap keeps the object that tied modules share.
             there = torch.empty_like(tensor, device=device)
             if isinstance(tensor, nn.Parameter):
                 there = nn.Parameter(there, requires_grad=tensor.requires_grad)

@@ -107,7 +107,7 @@ def _serve(
     try:
         device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
         if device.type == "cuda":
-            from vembed.distributed.runtime import leave_out_broken_links  # accelerate takes a second to import
+            from vembed.distributed.runtime import leave_out_broken_links
 
             torch.cuda.set_device(device)
             leave_out_broken_links()

@@ -11,14 +11,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.distributed.failures import LAUNCHER_FOLDER, UNEXPECTED_CODE
 from vembed.distributed.process_env import process_env
-from vembed.distributed.watchdog import Watchdog
+from vembed.distributed.signals import LeaveNow, StopSignal, stop_behind
+from vembed.distributed.watchdog import LAUNCHER_FOLDER, UNEXPECTED_CODE, Watchdog
 from vembed.errors import ConfigError, ExitCode, VembedError
 from vembed.redact import redact
 from vembed.registry import COMMANDS
 from vembed.terminal import open_terminal, printed_lines, write_no_more
-from vembed.training.guards import LeaveNow, StopSignal, stop_behind
 
 if TYPE_CHECKING:
     import argparse
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import TextIO, TypeAlias
 
-    from vembed.distributed.failures import Failure
+    from vembed.distributed.watchdog import Failure
 
     Command: TypeAlias = Callable[..., int]
 

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vembed.distributed.lock import hold_output
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.errors import ExitCode
 from vembed.files import home_path
-from vembed.output_lock import hold_output
 from vembed.redact import redact
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from vembed.distributed.lock import hold_for_command
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import quiet_libraries, run_command, say_whole
@@ -16,7 +17,6 @@ from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_
 from vembed.errors import ConfigError, ExitCode
 from vembed.extras import import_extra
 from vembed.files import home_path
-from vembed.output_lock import hold_for_command
 from vembed.redact import redact
 from vembed.search.output import Format, output_form, refuse_taken
 
@@ -121,7 +121,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], watchdog: Watchdog) -
         if not process_env().is_launched and is_finished():  # here a folder that can't be written is told as well
             return say_whole(output)
         from vembed.distributed.runtime import shut_down, start_runtime
-        from vembed.training.guards import StopSignal
+        from vembed.distributed.signals import StopSignal
 
         quiet_libraries()
         runtime = start_runtime(deterministic=False, watchdog=watchdog)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vembed.config.messages import checked_section
 from vembed.data.keys import LabelKind
+from vembed.distributed.lock import hold_output
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.entrypoints.evaluate_mteb import evaluate_mteb
 from vembed.entrypoints.options import ModelOptions, check, option, parse_words, word
@@ -19,7 +20,6 @@ from vembed.errors import ConfigError, ExitCode
 from vembed.evaluation.keys import Bm25Language
 from vembed.files import home_path, is_folder
 from vembed.models.keys import ModelKeys
-from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.registry import METRICS
 from vembed.section import Count, Name
@@ -201,6 +201,7 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     from vembed.data.keys import DataKeys
     from vembed.data.splits import SourceOptions
     from vembed.distributed.runtime import start_runtime
+    from vembed.distributed.signals import StopSignal
     from vembed.evaluation.benchmark.names import model_labels, set_labels
     from vembed.evaluation.benchmark.run import load_model
     from vembed.evaluation.encode import ItemEncoder, encoding_budget
@@ -208,7 +209,6 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     from vembed.evaluation.graded_report import graded_page
     from vembed.pages.terminal import render_terminal
     from vembed.pages.write import write_page
-    from vembed.training.guards import StopSignal
 
     quiet_libraries()
     root = None if options.image_root is None else str(options.image_root)
@@ -258,11 +258,11 @@ def _evaluate(options: EvaluateOptions, *, command: str) -> int:
     _refuse_unread_code(options)
 
     from vembed.distributed.runtime import start_runtime
+    from vembed.distributed.signals import StopSignal
     from vembed.evaluation.benchmark.run import run_benchmark
     from vembed.evaluation.leaderboard import board_page, build_board
     from vembed.pages.terminal import render_terminal
     from vembed.pages.write import write_page
-    from vembed.training.guards import StopSignal
 
     quiet_libraries()
     runtime = start_runtime(deterministic=False)

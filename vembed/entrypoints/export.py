@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vembed.distributed.lock import hold_for_command
 from vembed.entrypoints.command import quiet_libraries, run_command, say_whole
 from vembed.entrypoints.model_arguments import add_card_arguments, add_source_arguments, source_keys
 from vembed.errors import ConfigError, ExitCode
 from vembed.extras import import_extra
 from vembed.files import clean_beside, home_path
-from vembed.output_lock import hold_for_command
 from vembed.redact import redact
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
 def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
     from vembed.api.card import OwnersWords, card_files
     from vembed.api.loading import locate_model
+    from vembed.distributed.signals import StopSignal
     from vembed.models.export.write import export_model
-    from vembed.training.guards import StopSignal
 
     quiet_libraries()
     words = OwnersWords.checked(parsed.license, parsed.base_model_license, parsed.language)

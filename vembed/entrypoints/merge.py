@@ -10,12 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vembed.distributed.lock import hold_for_command
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command, say_whole
 from vembed.entrypoints.model_arguments import add_model_arguments
 from vembed.errors import ConfigError, ExitCode
 from vembed.evaluation.keys import metrics_that_choose
 from vembed.files import clean_beside, home_path
-from vembed.output_lock import hold_for_command
 from vembed.redact import redact
 
 if TYPE_CHECKING:
@@ -144,12 +144,12 @@ def _named_sets(parsed: argparse.Namespace) -> list[tuple[str, str | None]]:
 
 def _merge(parsed: argparse.Namespace, output: Path, command: str) -> int:
     from vembed.distributed.runtime import start_runtime
+    from vembed.distributed.signals import StopSignal
     from vembed.merging.report import merge_headline, merge_page
     from vembed.merging.weights import Mixture
     from vembed.models.export.write import refuse_taken
     from vembed.models.load import load_encoder
     from vembed.pages.write import write_page
-    from vembed.training.guards import StopSignal
 
     quiet_libraries()
     refuse_taken(output, overwrite=parsed.overwrite, source=None)

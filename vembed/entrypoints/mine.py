@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.data.keys import DataKeys
+from vembed.distributed.lock import hold_for_command
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command, say_whole
 from vembed.entrypoints.options import ModelOptions, PictureOptions, RowOptions, check, option, parse_words, word
 from vembed.errors import ConfigError, ExitCode
 from vembed.files import home_path
-from vembed.output_lock import hold_for_command
 from vembed.redact import redact
 from vembed.section import Count, Name
 from vembed.text import plural
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from vembed.data.splits import SourceOptions
     from vembed.data.table import ItemTable
     from vembed.distributed.runtime import Runtime
+    from vembed.distributed.signals import StopSignal
     from vembed.mining.mine import Teacher
     from vembed.mining.task import MiningTask
-    from vembed.training.guards import StopSignal
 
 
 class MineOptions(RowOptions, MiningKeys, ModelOptions, PictureOptions):
@@ -112,7 +112,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
         if not process_env().is_launched and is_finished():  # before torch is imported, which takes seconds
             return say_whole(output)
         from vembed.distributed.runtime import shut_down, start_runtime
-        from vembed.training.guards import StopSignal
+        from vembed.distributed.signals import StopSignal
 
         quiet_libraries()
         runtime = start_runtime(deterministic=False, watchdog=watchdog)

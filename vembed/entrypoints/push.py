@@ -44,7 +44,7 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     from vembed.api.card import OwnersWords
     from vembed.api.push import PushRequest, push_model
-    from vembed.training.guards import StopSignal
+    from vembed.distributed.signals import StopSignal
 
     quiet_libraries()
     request = PushRequest(

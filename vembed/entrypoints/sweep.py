@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from vembed.config.load import load_config, read_overrides
 from vembed.config.names import targets
+from vembed.distributed.lock import hold_output
+from vembed.distributed.signals import StopSignal
 from vembed.entrypoints.command import add_config_arguments, command_line, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode, MachineError, VembedError
-from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.sweeping.methods import import_optuna, rungs, train_all, train_halving, train_optuna
 from vembed.sweeping.process import GO_ON, TrainProcess
@@ -21,7 +22,6 @@ from vembed.sweeping.request import Request
 from vembed.sweeping.space import corners, drawn, grid, parse_tries
 from vembed.sweeping.trials import Trial, Trials, dev_metric, trial_name
 from vembed.text import show_duration
-from vembed.training.guards import StopSignal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

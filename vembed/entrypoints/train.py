@@ -14,16 +14,16 @@ if not __package__:  # started as a file: Python put this folder on the path, wh
 
 from vembed.collector import collector_paused
 from vembed.config.load import file_values, load_config
-from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
+from vembed.distributed.accelerate import deepspeed_refusal, is_deepspeed
+from vembed.distributed.lock import hold_output
 from vembed.distributed.process_env import LAUNCHED_BY, process_env
+from vembed.distributed.signals import StopSignal
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.entrypoints.options import ConfigOptions, check, flags, option, parse_words
 from vembed.errors import ConfigError, ExitCode
-from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.registry import plugin_lines
-from vembed.training.guards import StopSignal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -136,7 +136,7 @@ def _processes_to_start(config: Config) -> int:
     if process_env().is_launched or config.num_processes == 1:
         return 1
     with collector_paused():
-        from vembed.distributed.devices import processes_to_start
+        from vembed.distributed.runtime import processes_to_start
 
     return processes_to_start(config.num_processes)
 

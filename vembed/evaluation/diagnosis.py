@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vembed.distributed.devices import PACKAGE, can_measure_utilisation
+from vembed.distributed.runtime import NVML_PACKAGE, can_measure_utilisation
 from vembed.evaluation.report.run_report import Finding
 from vembed.evaluation.report.speed import percent_text, rate, seconds_text, settled_rows, split_time
 from vembed.gradcache.engine import DRIFT_TOLERANCE
@@ -396,7 +396,9 @@ def _utilisation(numbers: Numbers) -> Finding | None:
         return None
     if busy is None and not setup.can_measure_utilisation:
         return Finding(
-            "GPU utilisation", "It was not measured: a package is missing.", f"pip install {PACKAGE} measures it."
+            "GPU utilisation",
+            "It was not measured: a package is missing.",
+            f"pip install {NVML_PACKAGE} measures it.",
         )
     if busy is None or busy >= LEAST_UTILISATION:
         return None

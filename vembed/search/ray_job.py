@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.batch import Ragged
-from vembed.distributed.failures import host_name
+from vembed.distributed.watchdog import host_name
 from vembed.errors import ConfigError, DataError, MachineError, VembedError
 from vembed.evaluation.encode import Encoded, values_of
 from vembed.extras import import_extra

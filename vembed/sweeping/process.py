@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Final
 
 from vembed.config.load import read_overrides
 from vembed.config.names import targets
+from vembed.distributed.lock import FolderInUseError, hold_output
 from vembed.errors import ExitCode, PreemptedError, VembedError
 from vembed.json_text import fit, read_object
-from vembed.output_lock import FolderInUseError, hold_output
 from vembed.redact import redact
 from vembed.sweeping.trials import TryAgainError
 from vembed.text import cut

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from vembed.config.record import plain_values, resume_differences
+from vembed.distributed.lock import LOCK_FILE
 from vembed.errors import ConfigError, MachineError
 from vembed.files import replace_text
 from vembed.json_text import fit, read_object
-from vembed.output_lock import LOCK_FILE
 from vembed.redact import redact
 
 if TYPE_CHECKING:

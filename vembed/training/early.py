@@ -10,8 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.checkpoint.folder import refuse_other_folder, steps_in
-from vembed.checkpoint.format import FutureCheckpointError, InvalidCheckpointError, read_manifest, step_name
+from vembed.checkpoint.format import (
+    FutureCheckpointError,
+    InvalidCheckpointError,
+    read_manifest,
+    refuse_other_folder,
+    step_name,
+    steps_in,
+)
 from vembed.config.record import ResumeDifference, resume_differences
 from vembed.data.corpus import Corpus
 from vembed.data.run_data import all_sources

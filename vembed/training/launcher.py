@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from pydantic import ValidationError
 
 from vembed.config.schema import Config
-from vembed.distributed.accelerate_settings import accelerate_settings
+from vembed.distributed.accelerate import accelerate_settings
 from vembed.distributed.process_env import process_env
 from vembed.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vembed.distributed.accelerate_settings import AccelerateSettings
+    from vembed.distributed.accelerate import AccelerateSettings
 
 
 class Effective(NamedTuple):

@@ -29,7 +29,7 @@ from vembed.training.refresh import documents_per_query, mining_notes
 
 if TYPE_CHECKING:
     from vembed.batch import Modality
-    from vembed.checkpoint.contents import LoadedCheckpoint
+    from vembed.checkpoint.tensors import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.data.run_data import RunData
     from vembed.distributed.runtime import Runtime

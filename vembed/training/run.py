@@ -31,8 +31,10 @@ from vembed.checkpoint.manager import CheckpointManager
 from vembed.collector import collector_paused
 from vembed.config.record import config_hash, dump_config, hashed_values, plain_values
 from vembed.data.picture_survey import what_is_read
+from vembed.distributed.lock import FolderInUseError, hold_output
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.shards import total_norm
+from vembed.distributed.signals import StopSignal
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, MachineError, PreemptedError
 from vembed.evaluation.encode import ItemEncoder
@@ -43,7 +45,6 @@ from vembed.models.adapters.lora import has_adapters, takes_adapters
 from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.compiling import compile_errors_explained, compile_layers
 from vembed.models.files import DTYPES
-from vembed.output_lock import FolderInUseError, hold_output
 from vembed.plan.batch import step_batches
 from vembed.plan.text import comparison, explain, explain_fully
 from vembed.redact import redact
@@ -53,7 +54,7 @@ from vembed.training.data import build_sampler, load_data, look_nearer, measures
 from vembed.training.early import accepted_differences, paths_read, refuse_other_place
 from vembed.training.evaluations import Evaluations
 from vembed.training.finish import RunResult, finish_run, package_versions
-from vembed.training.guards import NonFiniteGuard, StopSignal
+from vembed.training.guards import NonFiniteGuard
 from vembed.training.launcher import under_launcher
 from vembed.training.loop import Trainer
 from vembed.training.model import build_alike, build_encoder, build_loss, refuse_batch_norm, start_alike
@@ -72,14 +73,14 @@ from vembed.vectors.hard_vectors import HardVectors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from vembed.checkpoint.contents import LoadedCheckpoint
+    from vembed.checkpoint.tensors import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.data.run_data import RunData
     from vembed.data.sampler import GlobalSampler
-    from vembed.distributed.failures import LastWords
     from vembed.distributed.fsdp import ShardedEncoder
     from vembed.distributed.ranks import Ranks
     from vembed.distributed.runtime import Runtime
+    from vembed.distributed.watchdog import LastWords
     from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError
 
-from vembed.checkpoint.folder import DISK_MARGIN, free_disk_bytes, steps_in
-from vembed.checkpoint.format import InvalidCheckpointError, step_name
+from vembed.checkpoint.format import DISK_MARGIN, InvalidCheckpointError, free_disk_bytes, step_name, steps_in
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.checkpoint.optimizer_state import check_packed
 from vembed.checkpoint.tensors import load_into
 from vembed.config.schema import Config
-from vembed.distributed.failures import LastWords
 from vembed.distributed.shards import full_tensors, is_shared, reshard
+from vembed.distributed.watchdog import LastWords
 from vembed.errors import ConfigError, MachineError
 from vembed.gradcache.memory import StepLimits  # noqa: TC001 - the shape that a state is read as
 from vembed.json_text import fit
@@ -49,10 +48,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.checkpoint.format import JSON
     from vembed.checkpoint.keys import OutputKeys
-    from vembed.checkpoint.tensors import Saved
+    from vembed.checkpoint.tensors import LoadedCheckpoint, Saved
     from vembed.distributed.ranks import Ranks
     from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
@@ -160,8 +158,8 @@ class RunCheckpoints:
         saved = self.manager.save(
             state.step, tensors=parts, state=content, stamp=self.stamp, best=best, reserved=reserved
         )
-        self.words.checkpoint = saved.path or self.words.checkpoint
-        return saved.path
+        self.words.checkpoint = saved or self.words.checkpoint
+        return saved
 
     def restore(self, checkpoint: LoadedCheckpoint) -> RunState:
         """Go on from a checkpoint.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vembed.distributed.devices import utilisation
+from vembed.distributed.runtime import utilisation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed import output_lock
+from vembed.distributed.lock import LOCK_FILE, FolderInUseError, Writer, hold_output, machine_name
 from vembed.errors import ExitCode, MachineError
-from vembed.output_lock import LOCK_FILE, FolderInUseError, Writer, hold_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from vembed.output_lock import hold_output
+from vembed.distributed.lock import hold_output
 
 with hold_output(Path(sys.argv[1]), beside=sys.argv[2] == "beside"):
     if sys.argv[2] == "fork" and os.fork() == 0:
@@ -52,7 +51,7 @@ def start(folder: Path, how: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder), how],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -104,7 +103,7 @@ def test_reading_the_file_or_forking_drops_nothing(tmp_path: Path) -> None:
         if child == 0:
             raise_in_child(tmp_path)
         assert os.waitpid(child, 0)[1] == 0
-        code = "import sys; from pathlib import Path; from vembed.output_lock import hold_output\n"
+        code = "import sys; from pathlib import Path; from vembed.distributed.lock import hold_output\n"
         code += "with hold_output(Path(sys.argv[1])): pass"
         done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
         assert f"process {os.getpid()} on" in done.stderr
@@ -180,79 +179,49 @@ def test_secrets_of_the_command_line_stay_out(tmp_path: Path, monkeypatch: pytes
         assert "canary" not in (tmp_path / LOCK_FILE).read_text()
 
 
-@pytest.fixture
-def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a file system without locks, and no patience."""
-
+def test_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    monkeypatch.setattr(output_lock, "SETTLE_SECONDS", 0.05)
-    monkeypatch.setattr(output_lock, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(output_lock, "STILL_SECONDS", 0.5)
-
-
-@pytest.mark.usefixtures("no_locks")
-def test_without_locks_the_process_is_looked_up(tmp_path: Path) -> None:
-    alive = subprocess.Popen(["sleep", "60"])
-    writer = Writer(pid=alive.pid, start=output_lock._process_start(alive.pid))
-    (tmp_path / LOCK_FILE).write_text(writer.to_text())
-    with pytest.raises(FolderInUseError, match=f"process {alive.pid} "), hold_output(tmp_path):
-        pass
-    assert (tmp_path / LOCK_FILE).read_text() == writer.to_text()
-    alive.kill()
-    os.waitid(os.P_PID, alive.pid, os.WEXITED | os.WNOWAIT)
-    for again in range(2):
+    (tmp_path / LOCK_FILE).write_text(Writer(host="far").to_text())  # of a run that was killed, or of one at work
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
         with hold_output(tmp_path):
-            assert Writer.from_text((tmp_path / LOCK_FILE).read_text()) != writer, "a dead one has ended, reaped or not"
-        (tmp_path / LOCK_FILE).write_text(writer.to_text())
-        assert again or alive.wait() == -signal.SIGKILL
-    (tmp_path / LOCK_FILE).write_text(replace(writer, pid=os.getpid()).to_text())
+            written = Writer.from_text((tmp_path / LOCK_FILE).read_text())
+            assert written is not None
+            assert written.pid == os.getpid()
+            with hold_output(tmp_path):
+                pass
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.messages == [
+        f"{tmp_path} lies on a file system without locks: a second run that writes there would not be seen"
+    ]
+    assert not [*tmp_path.iterdir()]
+    caplog.clear()
     with hold_output(tmp_path):
         pass
-    assert not (tmp_path / LOCK_FILE).exists(), "a pid that another process has by now"
+    assert not caplog.records
 
 
-@pytest.mark.usefixtures("no_locks")
-def test_without_locks_another_machine_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    far = replace(Writer(), host="far", machine="another boot")
-    path = tmp_path / LOCK_FILE
-    path.write_text(far.to_text())
-    with caplog.at_level("INFO", "vembed"), hold_output(tmp_path):
-        pass
-    assert "waiting up to 0.5 s for a sign of it" in caplog.text
-    path.write_text(far.to_text())
-    beat = threading.Timer(0.2, os.utime, [path, (1, 1)])
-    beat.start()
-    with pytest.raises(FolderInUseError, match=f"if that machine is gone, delete {path}"), hold_output(tmp_path):
-        pass
-    beat.join()
-
-
-@pytest.mark.usefixtures("no_locks")
-def test_without_locks_a_writer_gives_signs_and_the_later_of_two_wins(tmp_path: Path) -> None:
-    path = tmp_path / LOCK_FILE
-    with hold_output(tmp_path):
-        os.utime(path, (1, 1))
-        until = time.monotonic() + 5
-        while path.stat().st_mtime == 1 and time.monotonic() < until:
-            time.sleep(0.02)
-        assert path.stat().st_mtime > 1
-    assert not path.exists()
-    rival = replace(Writer(), host="rival")
-    late = threading.Timer(0.02, path.write_text, [rival.to_text()])
-    late.start()
-    with pytest.raises(FolderInUseError, match="on rival"), hold_output(tmp_path):
-        pass
-    assert path.read_text() == rival.to_text()
+def test_a_writer_on_another_machine_is_told_with_the_file_to_delete(
+    other: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "out" / LOCK_FILE
+    for machine, is_told in (("another boot", True), (machine_name(), False)):
+        path.write_text(replace(Writer(), host="far", machine=machine).to_text())
+        with pytest.raises(FolderInUseError, match=" on far, since") as refused, hold_output(tmp_path / "out"):
+            pass
+        assert (f"if that machine is gone, delete {path}" in str(refused.value)) == is_told
+    assert other.poll() is None
 
 
 PUBLISH = """
 import os, shutil, signal, sys
 from pathlib import Path
 from vembed.files import clean_beside, new_file, new_folder
-from vembed.output_lock import hold_for_command
+from vembed.distributed.lock import hold_for_command
 
 OPERATIONS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
 output, words = Path("made/out"), ["--output", "made/out"]
@@ -309,7 +278,7 @@ for operation in range(1000):
 def test_the_same_command_ends_well_wherever_it_was_killed(tmp_path: Path, words: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PUBLISH, *words], cwd=tmp_path, check=True, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     lines = done.stdout.splitlines()
     assert len(lines) > 12, "moments of a kill"

@@ -4,8 +4,7 @@
    however it ends: what a kill leaves is taken over at once. What the writer forks, such as data workers, closes the
    file. (A POSIX record lock would need no such care, but it goes when anything in the process reads the file.)
 2. The file says who writes, for the message to the second one. It goes when the writer is done.
-3. Where the file system has no locks, the file alone must do: on the same machine the process is looked up; of one on
-   another machine, `BEAT_SECONDS` apart, the file's time moves. It is taken over once that has stood still.
+3. Where the file system has no locks (Lustre without `-o flock`), a second writer can't be seen: that is warned of.
 
 A folder that is written beside its place and renamed as a whole is locked beside it, by `.NAME.lock`. A command that
 writes one leaves `.NAME.unfinished` there until it has cleaned up: after a kill, the same command tells by that file
@@ -33,7 +32,6 @@ from socket import gethostname
 from typing import TYPE_CHECKING, Final
 
 from vembed.errors import ConfigError, MachineError
-from vembed.files import replace_text
 from vembed.redact import redact
 
 if TYPE_CHECKING:
@@ -41,19 +39,12 @@ if TYPE_CHECKING:
 
 LOCK_FILE: Final = "run.lock"
 
-BEAT_SECONDS: Final = 10.0
-STILL_SECONDS: Final = 60.0
-"""A writer on another machine whose file stands still for this long has ended."""
-
-SETTLE_SECONDS: Final = 1.0
-"""Pause after which one of two processes that took over at once finds the other's name in the file."""
-
 RETRY_SECONDS: Final = 0.1
 RETRIES: Final = 5
 """A lock may be held for a moment by a process that only looks whether it could be."""
 
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
-_MAX_COMMAND: Final = 300
+_MAX_COMMAND: Final = 300  # characters of a command line in the lock file
 
 _log = logging.getLogger(__name__)
 _owners: dict[Path, int] = {}  # lock file -> thread of this process that holds it
@@ -88,29 +79,15 @@ def machine_name() -> str:
         return ""
 
 
-def _process_start(pid: int) -> str:
-    """Return when a process of this machine began, in ticks since the machine did; empty where there is none."""
-    try:
-        state, *facts = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state == "Z" else facts[18]  # a zombie has ended, and waits for its parent to notice
-
-
-def _command() -> str:
-    return redact(shlex.join(sys.argv))[:_MAX_COMMAND]
-
-
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who writes in a folder."""
+    """Content of the lock file: the process that writes in the folder."""
 
     host: str = field(default_factory=gethostname)
     pid: int = field(default_factory=os.getpid)
     since: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    command: str = field(default_factory=_command)
+    command: str = field(default_factory=lambda: redact(shlex.join(sys.argv))[:_MAX_COMMAND])
     machine: str = field(default_factory=machine_name)
-    start: str = field(default_factory=lambda: _process_start(os.getpid()))
 
     @classmethod
     def from_text(cls, text: str) -> Writer | None:
@@ -124,13 +101,6 @@ class Writer:
         """Return the content of the lock file."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
-    @property
-    def has_ended(self) -> bool | None:
-        """Whether the process is gone; None where it can't be seen from here."""
-        if not self.machine or self.machine != machine_name():
-            return None
-        return _process_start(self.pid) != self.start
-
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}: {self.command}"
 
@@ -142,6 +112,7 @@ def hold_output(folder: Path, *, beside: bool = False) -> Iterator[None]:
     Blocks of one thread may stand in each other. A folder that the block made and left empty goes again.
 
     Args:
+        folder: The output folder; made where it isn't there.
         beside: Whether the folder is replaced as a whole, so that nothing inside it can be held.
 
     Raises:
@@ -150,19 +121,38 @@ def hold_output(folder: Path, *, beside: bool = False) -> Iterator[None]:
     """
     output = folder.expanduser().resolve()
     path = output.with_name(f".{output.name}.lock") if beside and output.name else output / LOCK_FILE
-    own = threading.get_ident()
+    this_thread = threading.get_ident()
     with _guard:
         owner = _owners.get(path)
-        if owner not in (None, own):
+        if owner not in (None, this_thread):
             raise FolderInUseError(f"{output} is written by another thread of this process; choose another folder")
-        _owners[path] = own
-    if owner is not None:
+        _owners[path] = this_thread
+    if owner is not None:  # the block stands in another one of the same folder
         yield
         return
+    made = [parent for parent in path.parents if not parent.exists()]
+    descriptor = -1
     try:
-        with _held(path, output):
-            yield
+        descriptor = _open_locked(path, output)
+        _descriptors.add(descriptor)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, Writer().to_text().encode(), 0)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        yield
     finally:
+        if descriptor in _descriptors:  # not in a process that was forked off inside the block
+            # Deleted while it is still locked, and only as long as it is ours; a folder that was moved or is read-only
+            # by now keeps the file, which nobody holds.
+            with contextlib.suppress(OSError):
+                if _is_at(path, descriptor):
+                    path.unlink()
+            _descriptors.remove(descriptor)
+            os.close(descriptor)
+        for parent in made:
+            with contextlib.suppress(OSError):  # something was written there, or it is gone
+                parent.rmdir()
         _owners.pop(path, None)
 
 
@@ -174,6 +164,7 @@ def hold_for_command(output: Path, words: Sequence[str]) -> Iterator[bool]:
     the output is whole, and only cleaning is left.
 
     Args:
+        output: The folder or file.
         words: The command line; with the current folder it says which command this is.
 
     Raises:
@@ -215,78 +206,41 @@ def _inode(path: Path) -> str:
         return "none"
 
 
-@contextmanager
-def _held(path: Path, output: Path) -> Iterator[None]:
-    made = [each for each in path.parents if not each.exists()]
-    try:
-        descriptor, has_locks = _open_locked(path, output)
-        _descriptors.add(descriptor)
-        try:
-            with _as_writer(path, descriptor) if has_locks else _beating(path, output):
-                yield
-        finally:
-            if descriptor in _descriptors:
-                _descriptors.remove(descriptor)
-                os.close(descriptor)
-    finally:
-        for each in made:
-            with contextlib.suppress(OSError):  # something was written there, or it is gone
-                each.rmdir()
-
-
-@contextmanager
-def _as_writer(path: Path, descriptor: int) -> Iterator[None]:
-    """Say in the locked file who writes; delete it in the end, as long as it is still ours."""
-    try:
-        try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, Writer().to_text().encode(), 0)
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # the folder was moved or is read-only by now; the lock goes anyway
-            if descriptor in _descriptors and _is_at(path, descriptor):
-                path.unlink()
-
-
-def _open_locked(path: Path, output: Path) -> tuple[int, bool]:
-    """Open and lock the file.
-
-    Returns:
-        The descriptor, and whether the file system has locks.
-    """
+def _open_locked(path: Path, output: Path) -> int:
+    """Open and lock the file, and return its descriptor."""
+    text = ""
     for attempt in range(RETRIES + 1):
         if attempt:
             time.sleep(RETRY_SECONDS)
-        descriptor = _open(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:
+            continue  # a writer that ended just now took its empty folder along
+        except OSError as error:
+            raise _unwritable(path, error) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _NO_LOCKS:
-                return descriptor, False
+                _log.warning(
+                    "%s lies on a file system without locks: a second run that writes there would not be seen", output
+                )
+                return descriptor
             text = os.pread(descriptor, 1 << 16, 0).decode(errors="replace")
             os.close(descriptor)
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise _unwritable(path, error) from error
         else:
             if _is_at(path, descriptor):
-                return descriptor, True
+                return descriptor
             os.close(descriptor)  # deleted by its writer, who had just ended
             text = ""
-    raise _in_use(output, path, Writer.from_text(text))
-
-
-def _open(path: Path) -> int:
-    for _ in range(RETRIES):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:
-            continue  # a writer that ended just now took its empty folder along
-        except OSError as error:
-            raise _unwritable(path, error) from error
-    raise MachineError(f"{path.parent} can't be made: it is deleted again and again")
+    writer = Writer.from_text(text)
+    fix = "Wait until it ends, stop it, or choose another folder"
+    if writer is not None and writer.machine != machine_name():  # a file server may keep the lock of a lost machine
+        fix += f"; if that machine is gone, delete {path}"
+    raise FolderInUseError(f"{output} is being written by {'another process' if writer is None else writer}\n{fix}")
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
@@ -297,66 +251,8 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-@contextmanager
-def _beating(path: Path, output: Path) -> Iterator[None]:
-    """Hold the folder by the file's content alone, on a file system without locks."""
-    found = Writer.from_text(path.read_text("utf-8", errors="replace"))
-    if found is not None and not (_stands_still(path, found) if found.has_ended is None else found.has_ended):
-        raise _in_use(output, path, found)
-    own, pid = Writer().to_text(), os.getpid()
-    try:
-        replace_text(path, own, shared=True)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    time.sleep(SETTLE_SECONDS)
-    if (now := path.read_text("utf-8", errors="replace")) != own:
-        raise _in_use(output, path, Writer.from_text(now))
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # a network file system that is away for a moment
-                os.utime(path)
-
-    thread = threading.Thread(target=beat, name="vembed-lock", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        with contextlib.suppress(OSError):  # the folder was moved or is read-only by now
-            if os.getpid() == pid and path.read_text("utf-8", errors="replace") == own:
-                path.unlink()
-
-
-def _stands_still(path: Path, found: Writer) -> bool:
-    """Wait for a sign of a writer on another machine, and return whether there was none."""
-    _log.info("%s names %s; waiting up to %g s for a sign of it", path, found, STILL_SECONDS)
-    until, first = time.monotonic() + STILL_SECONDS, _changed_at(path)
-    while time.monotonic() < until:
-        time.sleep(min(1.0, STILL_SECONDS / 10))
-        if _changed_at(path) != first:
-            return False
-    return True
-
-
-def _changed_at(path: Path) -> int:
-    """Return the file's time; a network file system looks it up anew only for a file that is opened."""
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_mtime_ns
-
-
 def _unwritable(path: Path, error: OSError) -> MachineError:
     fix = "Free some space, or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
     return MachineError(
         f"output folder {path.parent} can't be written: {error.strerror or error}. {fix} another folder"
     )
-
-
-def _in_use(output: Path, path: Path, writer: Writer | None) -> FolderInUseError:
-    who = "another process" if writer is None else str(writer)
-    fix = "Wait until it ends, stop it, or choose another folder"
-    if writer is not None and writer.machine != machine_name():
-        fix += f"; if that machine is gone, delete {path}"
-    return FolderInUseError(f"{output} is being written by {who}\n{fix}")

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 import torch
 
-from vembed.losses.base import relative_weights, share_of, to_device
+from vembed.device import to_device
+from vembed.losses.base import relative_weights, share_of
 from vembed.losses.cells import positive_mask
 from vembed.losses.listed import PairSweep
 from vembed.losses.streamed import (

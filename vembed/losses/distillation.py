@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
-from vembed.losses.base import query_shares, to_device
+from vembed.device import to_device
+from vembed.losses.base import query_shares
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.streamed import CellLoss, LogSumExp, Sweep
 from vembed.losses.sum import SumLoss

@@ -33,7 +33,8 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
-from vembed.losses.base import query_shares, to_device
+from vembed.device import to_device
+from vembed.losses.base import query_shares
 from vembed.losses.cells import CellMap, positive_mask
 from vembed.losses.infonce import InfoNCE, SoftmaxSweep
 from vembed.losses.relatives import among_documents, among_queries

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import torch
 
-from vembed.losses.base import to_device
+from vembed.device import to_device
 from vembed.losses.listed import ListedLoss, ListedPairs, scores_of, shares
 from vembed.losses.streamed import LogSumExp
 from vembed.losses.tiles import DEFAULT_TILE_SIZE, Prefixes

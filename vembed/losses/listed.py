@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vembed.losses.base import to_device
+from vembed.device import to_device
 from vembed.losses.streamed import LossGradients, StreamedLoss, zero_gradients
 from vembed.losses.tiles import DEFAULT_TILE_SIZE, pair_similarity
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vembed.batch import ranges
-from vembed.losses.base import to_device
+from vembed.device import to_device
 from vembed.losses.listed import ListedLoss, ListedPairs, scores_of, shares
 from vembed.losses.tiles import DEFAULT_TILE_SIZE, Prefixes
 

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypedDict
 
 import torch
 
-from vembed.losses.base import BatchLoss, query_shares, to_device
+from vembed.device import to_device
+from vembed.losses.base import BatchLoss, query_shares
 from vembed.losses.cells import CellMap, false_negative_mask
 from vembed.losses.filters import FalseNegativeFilter, TileFilter
 from vembed.losses.tiles import DEFAULT_TILE_SIZE, EmbeddingGradients, Prefixes, SimilarityTiles

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from vembed.batch import ranges
-from vembed.losses.base import relative_weights, to_device
+from vembed.device import to_device
+from vembed.losses.base import relative_weights
 from vembed.losses.cells import CellMap, named_mask, positive_mask
 from vembed.losses.streamed import (
     CellLoss,

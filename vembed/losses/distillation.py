@@ -23,9 +23,9 @@ import torch
 
 from vembed.device import to_device
 from vembed.losses.base import query_shares
+from vembed.losses.combined import SumLoss
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.streamed import CellLoss, LogSumExp, Sweep
-from vembed.losses.sum import SumLoss
 from vembed.losses.tiles import DEFAULT_TILE_SIZE, Prefixes, weighted_similarities
 
 if TYPE_CHECKING:

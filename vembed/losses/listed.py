@@ -10,8 +10,8 @@ Three formulas over the similarities S of these pairs:
     kl           L = max(1, t)^2 mean over queries i with two listed documents or more of
                      sum over listed documents a of i of p_a (log p_a - log softmax(S_i / t)_a)
 
-with p = softmax(y_i / u), t = kl_temperature and u = kl_teacher_temperature. The factor keeps gradients of temperatures over 1 as large as
-those of 1.
+with p = softmax(y_i / u), t = kl_temperature and u = kl_teacher_temperature. The factor keeps gradients of temperatures
+over 1 as large as those of 1.
 
 A rank has the pairs of its own queries. Their similarities are made block by block, the formula over these few numbers
 is differentiated by autograd, and its slopes go back to the embeddings block by block: no copy of more rows than a

@@ -34,9 +34,9 @@ from engine_workload import SHAPES, Workload, batch_of, build_workload
 from measure import Measurement, measure
 
 from vembed.distributed.runtime import prepare_device
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.replay import RngState
+from vembed.gradcache.passes import RngState
 from vembed.losses.infonce import InfoNCE
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vembed.gradcache.row_assignment import RowAssignment
+from vembed.gradcache.chunks import RowAssignment
 
 if TYPE_CHECKING:
     from vembed.distributed.fsdp import ShardingMode

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vembed.distributed.fsdp import shard_encoder
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.infonce import InfoNCE
 from vembed.plan.problem import Way

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engine import our_step
 from engine_workload import build_workload
 
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -42,7 +42,7 @@ from engine_workload import structure_of_pairs
 from measure import Measurement, measure
 
 from vembed.batch import Features, Ragged
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.losses.infonce import InfoNCE
 from vembed.models.open_clip_encoder import OpenClipEncoder

@@ -92,7 +92,7 @@ def _replayed(backend: Any, mask: str, dropout: float, setting: Setting) -> dict
     import torch
     from torch.nn.attention import sdpa_kernel
 
-    from vembed.gradcache.replay import RngState
+    from vembed.gradcache.passes import RngState
 
     device = torch.device(setting.device)
     rows, heads, dim, dtype = (2, 2, 16, torch.float32) if setting.is_small else (64, 12, 64, torch.bfloat16)

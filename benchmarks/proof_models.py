@@ -110,7 +110,7 @@ def engine_of(workload: Workload, tokens: int, retain: float = 0.0, *, repairs: 
     """Return an engine with chunks of so many tokens; without repairs a step that doesn't fit is an error."""
     import torch
 
-    from vembed.gradcache.chunking import ChunkBudget
+    from vembed.gradcache.chunks import ChunkBudget
     from vembed.gradcache.engine import EngineOptions, GradCacheEngine
     from vembed.losses.infonce import InfoNCE
 

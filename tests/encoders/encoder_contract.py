@@ -39,11 +39,9 @@ from vembed.batch import ContrastiveBatch, Features, Image
 from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, Pool, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, StepResult
 from vembed.gradcache.reference import reference_step
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchLoss, BatchStructure
 from vembed.losses.colbert import ColbertLoss
 from vembed.losses.infonce import InfoNCE

@@ -7,7 +7,7 @@ import torch
 from vembed.errors import PreemptedError
 from vembed.evaluation import encode as encode_module
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
-from vembed.gradcache.chunking import ChunkBudget, plan_chunks
+from vembed.gradcache.chunks import ChunkBudget, plan_chunks
 from vembed.models.encoder import Encoder
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder

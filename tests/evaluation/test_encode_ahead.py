@@ -19,7 +19,7 @@ from vembed.data.images import ImageError
 from vembed.errors import DataError, PreemptedError
 from vembed.evaluation import encode as room
 from vembed.evaluation.encode import ItemEncoder
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from vembed.batch import Features, texts_of
 from vembed.evaluation import encode as encode_module
 from vembed.evaluation.encode import ItemEncoder
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.encoder import Encoder
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from vembed.evaluation import encode as encode_module
 from vembed.evaluation.directions import Directions, encode_directions, search_directions
 from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EvaluationOptions
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.encoder import Encoder
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder

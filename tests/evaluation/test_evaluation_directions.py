@@ -22,7 +22,7 @@ from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.significance import RSUM_METRICS, recall_sum, sum_interval
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:

@@ -16,10 +16,8 @@ from transformers import CLIPConfig, CLIPModel
 from vembed.batch import Features
 from vembed.distributed.fsdp import ShardedEncoder, shard_encoder
 from vembed.distributed.ranks import Ranks
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, Pool, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.models.open_clip_encoder import CausalTexts
 from vembed.plan.problem import Way

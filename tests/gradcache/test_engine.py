@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, ReplayDriftError
 from vembed.gradcache.reference import reference_step
 from vembed.losses.infonce import InfoNCE

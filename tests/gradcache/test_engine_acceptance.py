@@ -19,7 +19,7 @@ from test_engine_ranks import Setting, assignment_of, expected_of, pools_of, ste
 from test_engine_vectors import step as vectors_step
 from torch.distributed.tensor.debug import CommDebugMode
 
-from vembed.gradcache.chunking import ChunkBudget, plan_chunks
+from vembed.gradcache.chunks import ChunkBudget, plan_chunks
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.plan.keys import OptimisationKeys

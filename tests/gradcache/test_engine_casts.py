@@ -14,9 +14,9 @@ from test_engine import CPU, gradients, make_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vembed.batch import Features
-from vembed.gradcache.calls import Passes, Pool
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, Pool
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.passes import Passes
 from vembed.losses.infonce import InfoNCE
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from test_engine import CPU, gradients, make_loss
 from torch.utils.flop_counter import FlopCounterMode
 
 from vembed.batch import Features, Ragged
-from vembed.gradcache.calls import Pool, Retention, plan_calls
-from vembed.gradcache.chunking import ChunkBudget, plan_chunks
+from vembed.gradcache.chunks import ChunkBudget, Pool, Retention, plan_calls, plan_chunks
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import ContrastiveLoss

@@ -15,7 +15,7 @@ from test_engine_losses import make
 
 from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError
-from vembed.gradcache.calls import equal_calls, plan_calls
+from vembed.gradcache.chunks import equal_calls, plan_calls
 from vembed.gradcache.engine import ReplayDriftError
 
 GATHERS, REDUCTIONS = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
@@ -56,8 +56,7 @@ def test_collectives_of_each_mode_are_those_of_its_row_in_the_table(two_ranks: R
 
 def numbers_on(rank: int, retain: float) -> list[tuple[int, list[bool], list[int]]]:
     """Return for each pool the calls, which are retained and how many vectors each has a place for."""
-    from vembed.gradcache.calls import Retention
-    from vembed.gradcache.chunking import ChunkBudget
+    from vembed.gradcache.chunks import ChunkBudget, Retention
 
     case = case_of(Sharded(encoder="clip"))
     assignment = assignment_of(case, "uneven")

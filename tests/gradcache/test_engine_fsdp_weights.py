@@ -16,7 +16,7 @@ from vembed.distributed.fsdp import shard_encoder, transformer_blocks
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import full_tensors
 from vembed.errors import MachineError
-from vembed.gradcache.row_assignment import RowAssignment
+from vembed.gradcache.chunks import RowAssignment
 from vembed.plan.keys import OptimisationKeys
 from vembed.plan.problem import Way
 from vembed.training.optimizer import Optimizer, Schedule

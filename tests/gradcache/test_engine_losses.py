@@ -9,7 +9,7 @@ import torch
 from loss_kinds import KINDS, build, structure_for
 from test_engine import CPU, assert_same_gradients, gradients
 
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure, ContrastiveLoss

@@ -13,10 +13,9 @@ from test_engine import CPU, assert_same_gradients, gradients, make_loss
 
 from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, StepResult
 from vembed.gradcache.memory import RepairNeeded, StepLimits, is_out_of_memory
-from vembed.gradcache.row_assignment import RowAssignment
 
 NEGATIVES = [0, 3, 1, 7, 0, 0, 2, 1, 1]
 
@@ -343,7 +342,7 @@ sys.path[:0] = {path!r}
 import torch
 from engine_cases import make_case
 from test_engine import make_loss, CPU
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 
 class Hungry(torch.nn.Module):

@@ -11,7 +11,7 @@ import torch
 from engine_cases import SmallBert
 from test_engine import CPU, assert_same_gradients, gradients
 
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.filters import FalseNegativeFilter
 from vembed.losses.infonce import Hardness, InfoNCE

@@ -15,11 +15,9 @@ from torch.nn.functional import normalize
 from vembed.batch import Features
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import start_runtime
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, Pool, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.loss_stage import LossStage
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure, ContrastiveLoss
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.sigmoid import SigmoidLoss

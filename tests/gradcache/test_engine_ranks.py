@@ -15,11 +15,9 @@ from test_engine_losses import NEGATIVES, make
 from torch.distributed.tensor.debug import CommDebugMode
 
 from vembed.distributed.ranks import Ranks
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, Pool, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, ReplayDriftError, StepResult
 from vembed.gradcache.reference import reference_step
-from vembed.gradcache.row_assignment import RowAssignment
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from engine_cases import make_case
 from test_engine import CPU, assert_same_gradients, gradients, make_loss
 from test_engine_vectors import MaxSim, vectors_case
 
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, Pool
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 
 

@@ -20,10 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vembed.distributed.ranks import Ranks
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.loss_stage import LossStage
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses import cells, infonce
 from vembed.losses.base import BatchStructure, document_shares
 from vembed.losses.colbert import ColbertLoss

@@ -12,10 +12,8 @@ from test_engine import CPU, assert_same_gradients, gradients
 from test_engine_ranks import assignment_of
 
 from vembed.distributed.ranks import Ranks
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, Pool, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, StepResult
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure, MultiVectorLoss, MultiVectors
 
 

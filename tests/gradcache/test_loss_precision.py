@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vembed.gradcache import loss_stage
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.loss_stage import LossStage, tf32_products
 from vembed.losses.infonce import InfoNCE

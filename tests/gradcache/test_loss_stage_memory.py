@@ -13,8 +13,8 @@ import torch
 from vembed.batch import ContrastiveBatch
 from vembed.config.load import load_config
 from vembed.distributed.ranks import Ranks
+from vembed.gradcache.chunks import RowAssignment
 from vembed.gradcache.loss_stage import LossStage
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure, LossCommon
 from vembed.losses.registry import loss_section
 from vembed.losses.tiles import DEFAULT_TILE_SIZE

@@ -11,8 +11,8 @@ from loss_kinds import KINDS, build, structure_for
 
 from vembed.batch import ContrastiveBatch
 from vembed.distributed.ranks import Ranks
+from vembed.gradcache.chunks import RowAssignment
 from vembed.gradcache.loss_stage import LossStage
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from test_engine import CPU, make_loss
 from vembed.config.schema import Config
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import MachineError
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.memory import free_cache, is_out_of_memory, out_of_memory_advice
 from vembed.training import run as wiring

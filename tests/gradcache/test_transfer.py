@@ -15,10 +15,9 @@ from engine_cases import make_case
 from test_engine import CPU
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.device import Transfer, to_device
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.transfer import Transfer
-from vembed.losses.base import to_device
 from vembed.losses.infonce import InfoNCE
 
 if TYPE_CHECKING:

@@ -15,12 +15,9 @@ from test_cosent import GradedCase, graded, whole
 
 from vembed.config.load import load_config
 from vembed.errors import ConfigError
-from vembed.losses.angle import AngleLoss
 from vembed.losses.base import LossCommon
-from vembed.losses.cosine_mse import CosineMseLoss
-from vembed.losses.kl import KlLoss
-from vembed.losses.listed import ListedPairs
-from vembed.losses.margin_mse import MarginMseLoss
+from vembed.losses.cosent import AngleLoss
+from vembed.losses.listed import CosineMseLoss, KlLoss, ListedPairs, MarginMseLoss
 from vembed.losses.streamed import LossGradients, StreamedBatch, StreamedLoss
 from vembed.losses.tiles import Prefixes, weighted_similarities
 

@@ -23,7 +23,7 @@ from vembed.config.load import load_config, load_values
 from vembed.config.record import config_hash, dump_config, plain_values, resume_differences
 from vembed.config.schema import Config, config_class
 from vembed.errors import ConfigError, DataError
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure, ContrastiveLoss, LossCommon, MultiVectorLoss

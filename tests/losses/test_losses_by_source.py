@@ -17,8 +17,8 @@ from vembed.data.keys import loss_names
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
 from vembed.evaluation.card.gather import _loss_names
+from vembed.gradcache.chunks import RowAssignment
 from vembed.gradcache.loss_stage import LossStage
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import LossCommon
 from vembed.plan.memory import BatchRows, LossTiles, ModelSize, similarity_values
 

@@ -14,14 +14,11 @@ from streamed_cases import streamed, unit_rows
 from test_cosent import GradedCase, graded
 from test_triplet import NamedCase, named
 
-from vembed.losses.angle import AngleLoss
-from vembed.losses.cosent import CosentLoss
-from vembed.losses.cosine_mse import CosineMseLoss
+from vembed.losses.cosent import AngleLoss, CosentLoss
 from vembed.losses.filters import FalseNegativeFilter
 from vembed.losses.infonce import Hardness, InfoNCE
 from vembed.losses.joint import JointInfoNCE
-from vembed.losses.kl import KlLoss
-from vembed.losses.margin_mse import MarginMseLoss
+from vembed.losses.listed import CosineMseLoss, KlLoss, MarginMseLoss
 from vembed.losses.sigmoid import SigmoidLoss
 from vembed.losses.spread_out import SpreadOutLoss
 from vembed.losses.tiles import Prefixes

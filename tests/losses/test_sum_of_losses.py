@@ -16,13 +16,13 @@ from vembed.config.load import load_config
 from vembed.config.schema import Config
 from vembed.errors import ConfigError
 from vembed.losses.base import LossCommon
-from vembed.losses.cosine_mse import CosineMseLoss
+from vembed.losses.combined import SumLoss
 from vembed.losses.in_batch_hard import InBatchHard
 from vembed.losses.infonce import InfoNCE
+from vembed.losses.listed import CosineMseLoss
 from vembed.losses.sigmoid import SigmoidLoss
 from vembed.losses.spread_out import SpreadOutLoss
 from vembed.losses.streamed import LossGradients
-from vembed.losses.sum import SumLoss
 from vembed.losses.tiles import Prefixes, weighted_similarities
 
 if TYPE_CHECKING:

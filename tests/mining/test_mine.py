@@ -18,7 +18,7 @@ from vembed.data.table_writer import RecordWriter
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.evaluation.encode import ItemEncoder
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.mining import mine as mine_module
 from vembed.mining import teacher as teacher_module
 from vembed.mining.mine import Miner

@@ -12,7 +12,7 @@ from mining_cases import made_rows, read, written
 from vembed.api.model import load
 from vembed.batch import ImageLimits
 from vembed.evaluation.encode import ItemEncoder
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.mining.mine import Miner
 from vembed.mining.report import MiningReport, mining_page
 from vembed.mining.task import MiningTask

@@ -11,7 +11,7 @@ from picture_cases import PICTURES, pools_of
 
 from vembed.batch import ContrastiveBatch, content_id
 from vembed.distributed.ranks import Ranks
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure
 from vembed.losses.colbert import ColbertLoss
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.distributed.fsdp import ShardingMode
-    from vembed.gradcache.row_assignment import RowAssignment
+    from vembed.gradcache.chunks import RowAssignment
     from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
 
@@ -114,7 +114,7 @@ def step_of_a_rank(
     from torch.distributed.tensor.debug import CommDebugMode
 
     from vembed.distributed.fsdp import shard_encoder
-    from vembed.gradcache.calls import Pool
+    from vembed.gradcache.chunks import Pool
     from vembed.plan.problem import Way
 
     encoder, batch = partly_trained(folder, what), batch or picture_batch()

@@ -21,9 +21,9 @@ from adapter_cases import (
 from model_cases import write_model
 from picture_cases import pools_of, write_open_clip, write_picture_model
 
+from vembed.gradcache.chunks import RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 
 if TYPE_CHECKING:

@@ -23,10 +23,9 @@ from safetensors.torch import load_file
 import vembed
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.gradcache.reference import reference_step
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.training.model import refuse_batch_norm
 

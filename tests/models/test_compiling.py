@@ -20,8 +20,7 @@ from test_packing_engine import batch
 from torch._dynamo.utils import counters
 
 from vembed.errors import ConfigError, MachineError
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, Pool
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure
 from vembed.models import compiling

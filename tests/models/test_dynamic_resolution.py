@@ -11,7 +11,7 @@ from model_cases import load_any
 from picture_cases import picture, write_picture_model
 
 from vembed.batch import Composed
-from vembed.gradcache.chunking import ChunkBudget, plan_chunks
+from vembed.gradcache.chunks import ChunkBudget, plan_chunks
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,8 +19,7 @@ from vembed.batch import ContrastiveBatch, Features
 from vembed.config.load import load_config
 from vembed.entrypoints.export import main as export
 from vembed.errors import ConfigError
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, Pool
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure, LossCommon

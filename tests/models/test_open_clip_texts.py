@@ -13,7 +13,7 @@ from picture_cases import OPEN_CLIP_CONFIG, pools_of, vectors
 from picture_cases import picture as picture_of
 
 from vembed.batch import Composed, ContrastiveBatch, content_id
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure

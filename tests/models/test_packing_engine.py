@@ -12,11 +12,9 @@ from packing_cases import PAD, SHAPES, build, largest_difference
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
 from vembed.distributed.ranks import Ranks
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, Pool, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 
 if TYPE_CHECKING:
@@ -125,7 +123,7 @@ def test_two_ranks_end_with_the_gradients_of_one(two_ranks: RankPool, kind: str)
 
 
 def test_a_call_that_no_loss_sees_holds_one_row_and_no_more_tokens_than_that() -> None:
-    from vembed.gradcache.calls import Retention, equal_calls, plan_calls
+    from vembed.gradcache.chunks import Retention, equal_calls, plan_calls
 
     encoder = build("bert")
     encoder.pack()

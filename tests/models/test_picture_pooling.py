@@ -17,8 +17,8 @@ from transformers import AutoImageProcessor, AutoModel, ViTMAEModel
 
 from vembed.batch import ContrastiveBatch
 from vembed.errors import ConfigError
+from vembed.gradcache.chunks import RowAssignment
 from vembed.gradcache.reference import reference_step
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.models.adapters.lora import add_adapters, merge_adapters
 from vembed.models.keys import AdapterKeys

@@ -17,7 +17,7 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize,
 from test_adapters_engine import take
 
 from vembed.errors import ConfigError
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure

@@ -13,7 +13,7 @@ from model_cases import TEXTS, load_any
 from picture_cases import PICTURES, opened, picture, vectors
 
 from vembed.errors import ConfigError
-from vembed.gradcache.chunking import ChunkBudget, plan_chunks
+from vembed.gradcache.chunks import ChunkBudget, plan_chunks
 from vembed.models import tiny_clip
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder

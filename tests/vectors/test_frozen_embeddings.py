@@ -26,10 +26,9 @@ from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import is_shared
 from vembed.errors import NonFiniteError
 from vembed.evaluation.encode import ItemEncoder
-from vembed.gradcache.calls import Passes
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.replay import RngState
+from vembed.gradcache.passes import Passes, RngState
 from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters.trainable import freeze
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig

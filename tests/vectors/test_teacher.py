@@ -23,7 +23,7 @@ from vembed.data.splits import SourceOptions
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
 from vembed.evaluation.encode import ItemEncoder
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure, ContrastiveLoss
 from vembed.models.keys import ModelKeys

@@ -20,11 +20,9 @@ from vembed.batch import ContrastiveBatch, Features, Ragged
 from vembed.distributed.ranks import Ranks
 from vembed.doctor.local_ranks import Backend, run_on_local_ranks
 from vembed.errors import MachineError
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget, Pool, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 

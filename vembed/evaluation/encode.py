@@ -23,12 +23,11 @@ import torch
 from torch import nn
 
 from vembed.batch import Ragged, ranges
+from vembed.device import Transfer, to_device
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import describe_machine
 from vembed.errors import ConfigError
-from vembed.gradcache.chunking import ChunkBudget, plan_chunks
-from vembed.gradcache.transfer import Transfer
-from vembed.losses.base import to_device
+from vembed.gradcache.chunks import ChunkBudget, plan_chunks
 from vembed.plan.chunks import call_tokens
 from vembed.plan.devices import Devices
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.batch import Features, Item, Modality, Side
-    from vembed.gradcache.chunking import Chunk
+    from vembed.gradcache.chunks import Chunk
     from vembed.models.encoder import Encoder
 
 Vectors: TypeAlias = "NDArray[np.float32] | Ragged"

@@ -1,4 +1,4 @@
-"""What surrounds the chunks of a step: where their gradients add up, and how those of all ranks come together.
+"""Gradients around the chunks of a step: where they add up, and how those of all ranks come together.
 
 Replicated, every rank holds every weight: gradients add up in `.grad` and are summed over the ranks once. Sharded, the
 encoder gathers its weights and reduces its gradients itself (distributed/fsdp.py). The step doesn't tell them apart.
@@ -9,8 +9,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from vembed.errors import MachineError
-from vembed.gradcache.memory import HeldGradients, is_out_of_memory
+from vembed.gradcache.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,6 +21,45 @@ if TYPE_CHECKING:
 
     from vembed.distributed.fsdp import ShardedEncoder
     from vembed.distributed.ranks import Ranks
+
+
+class HeldGradients:
+    """Gradients that were there before a step, put aside so that a failed attempt can be taken back.
+
+    While they are aside, gradients of parameters below float32 are accumulated in float32: hundreds of chunks added up
+    in bfloat16 would lose them.
+
+    Args:
+        widens: False where something else sees to the accumulation.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], *, widens: bool = True) -> None:
+        self._parameters = parameters
+        self._widens = widens
+        self._held = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+            self._set_gradient_dtype(parameter, torch.promote_types(parameter.dtype, torch.float32))
+
+    def put_back(self) -> None:
+        """Drop what the step added."""
+        for parameter, held in zip(self._parameters, self._held, strict=True):
+            parameter.grad = None
+            self._set_gradient_dtype(parameter, parameter.dtype)
+            parameter.grad = held
+
+    def add_back(self) -> None:
+        """Add what was there before to what the step added, and round once to the parameter's type."""
+        for parameter, held in zip(self._parameters, self._held, strict=True):
+            gradient, parameter.grad = parameter.grad, None
+            self._set_gradient_dtype(parameter, parameter.dtype)
+            if gradient is not None:
+                gradient = (gradient if held is None else gradient.add_(held)).to(parameter.dtype)
+            parameter.grad = held if gradient is None else gradient
+
+    def _set_gradient_dtype(self, parameter: Tensor, dtype: torch.dtype) -> None:
+        if self._widens and parameter.dtype.itemsize < torch.float32.itemsize and hasattr(parameter, "grad_dtype"):
+            parameter.grad_dtype = dtype
 
 
 class Gradients(Protocol):

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vembed.losses.base import MultiVectors, share_of, to_device
+from vembed.device import to_device
+from vembed.losses.base import MultiVectors, share_of
 from vembed.losses.streamed import Hardest, LogSumExp, StreamedBatch
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.distributed.ranks import Ranks
-    from vembed.gradcache.row_assignment import RowAssignment
+    from vembed.gradcache.chunks import RowAssignment
     from vembed.losses.base import BatchLoss, BatchStructure
     from vembed.losses.streamed import Statistics, StreamedLoss
 

@@ -1,16 +1,33 @@
-"""What a step does when memory runs out: gradients taken back, and less to hold in the next attempt."""
+"""Out of memory: its errors, the limits of a step, and a guard by which all ranks do a step again with less.
+
+A step that runs out of memory is done again from its beginning, first without kept graphs, then in chunks of half the
+size. The next step begins as planned; memory that runs out there as well leaves the run with what helped.
+
+`MemoryGuard.guard` swallows the error of a part of the step and `MemoryGuard.agree`, behind it, raises `RepairNeeded`
+on every rank. They are two calls because an error holds the frames that failed, and these hold their tensors: by the
+time the ranks talk to each other, and the more so when the step begins again, that memory must be free.
+"""
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from vembed.errors import MachineError
+from vembed.gradcache.chunks import fit_one_chunk
 
-    from torch import Tensor
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vembed.distributed.ranks import Ranks
+    from vembed.gradcache.chunks import Call, ChunkBudget
+    from vembed.gradcache.stopwatch import Part, Stopwatch
+
+_log = logging.getLogger(__name__)
 
 _ALLOCATORS: Final = (
     "out of memory",  # CUDA and its driver, HIP, XPU, MPS, Triton
@@ -21,10 +38,14 @@ _ALLOCATORS: Final = (
     "not enough memory",
     "bad_alloc",  # C++
 )
-"""What torch and the libraries under it say, in plain RuntimeErrors, where they find no memory for a call."""
+"""Words of torch and the libraries under it, in plain RuntimeErrors, where they find no memory for a call."""
 
 _COLLECTIVES: Final = ("Failed to CUDA", "out of memory")
-"""What NCCL says where it finds no memory for its buffers."""
+"""Words of NCCL where it finds no memory for its buffers."""
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "nccl" in str(error).lower()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -37,7 +58,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory_advice(error: BaseException) -> str | None:
-    """Return what to do where memory ran out and no step can be done again; None after any other error.
+    """Return advice where memory ran out and no step can be done again; None after any other error.
 
     A collective that finds none is broken for good.
     """
@@ -62,22 +83,6 @@ def out_of_memory_advice(error: BaseException) -> str | None:
     return None
 
 
-def free_cache(device: torch.device) -> None:
-    """Give back what a device's allocator keeps, which is cut for larger chunks.
-
-    Raises:
-        RuntimeError: The device is broken for good, which no repair cures.
-    """
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        module.synchronize()
-        module.empty_cache()
-
-
-def _is_of_collective(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and "nccl" in str(error).lower()
-
-
 class RepairNeeded(Exception):  # noqa: N818 - no error: the step is done again
     """Memory ran out on some rank, and every rank must do the step again with less.
 
@@ -96,7 +101,7 @@ class RepairNeeded(Exception):  # noqa: N818 - no error: the step is done again
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a step may hold in memory, the same on every rank."""
+    """Limits of the memory of a step, the same on every rank."""
 
     rows: int  # most rows of one encoder call
     tokens: int  # most padded tokens of one encoder call
@@ -104,7 +109,7 @@ class StepLimits:
     ran_out: bool = False  # memory ran out once in a step that began with these limits
 
     def lowered(self, repair: RepairNeeded) -> StepLimits | None:
-        """Return what the step tries next: no kept graphs, then half the largest chunk; None after a single row."""
+        """Return the limits of the next attempt: no graphs, then half the largest chunk; None after a single row."""
         if repair.kept_graphs:
             return replace(self, retain=0.0)
         if repair.rows == 1:
@@ -113,7 +118,7 @@ class StepLimits:
         return replace(self, rows=max(1, rows), tokens=max(1, tokens), retain=0.0)
 
     def after_repair(self, helped: StepLimits) -> StepLimits:
-        """Return what the next step begins with: the same limits once more, then what helped.
+        """Return the limits of the next step: the same ones once more, then those that helped.
 
         Args:
             helped: The limits under which the step came through.
@@ -121,40 +126,183 @@ class StepLimits:
         return replace(helped, ran_out=False) if self.ran_out else replace(self, ran_out=True)
 
 
-class HeldGradients:
-    """Gradients that were there before a step, put aside so that a failed attempt can be taken back.
-
-    While they are aside, gradients of parameters below float32 are accumulated in float32: hundreds of chunks added up
-    in bfloat16 would lose them.
+class MemoryGuard:
+    """Limits of a step, lowered on all ranks alike where memory runs out on one.
 
     Args:
-        widens: False where something else sees to the accumulation.
+        budget: Of an encoder call, as planned.
+        retain: Share of the padded tokens whose graphs are kept, as planned.
+        may_repair: Whether a step may be done again.
+        needs_equal_calls: Whether ranks wait for each other inside encoder calls: a rank can't leave one alone, then.
+
+    Attributes:
+        limits: Those that the next step begins with; less than planned after memory ran out twice.
+        present: Those of the attempt that is running.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, widens: bool = True) -> None:
-        self._parameters = parameters
-        self._widens = widens
-        self._held = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-            self._set_gradient_dtype(parameter, torch.promote_types(parameter.dtype, torch.float32))
+    def __init__(
+        self,
+        budget: ChunkBudget,
+        retain: float,
+        *,
+        ranks: Ranks,
+        device: torch.device,
+        stopwatch: Stopwatch,
+        may_repair: bool,
+        needs_equal_calls: bool,
+    ) -> None:
+        self.limits = self.present = StepLimits(budget.rows, budget.tokens, retain)
+        self._planned = budget
+        self._ranks = ranks
+        self._device = device
+        self._stopwatch = stopwatch
+        self._may_repair = may_repair
+        self._needs_equal_calls = needs_equal_calls
+        self._failed = False  # on this rank, in the part that ended last
+        self._ran_out = False  # in this optimizer step
 
-    def put_back(self) -> None:
-        """Drop what the step added."""
-        for parameter, held in zip(self._parameters, self._held, strict=True):
-            parameter.grad = None
-            self._set_gradient_dtype(parameter, parameter.dtype)
-            parameter.grad = held
+    @property
+    def budget(self) -> ChunkBudget:
+        """Budget of an encoder call in the attempt that is running."""
+        return replace(self._planned, rows=self.present.rows, tokens=self.present.tokens)
 
-    def add_back(self) -> None:
-        """Add what was there before to what the step added, and round once to the parameter's type."""
-        for parameter, held in zip(self._parameters, self._held, strict=True):
-            gradient, parameter.grad = parameter.grad, None
-            self._set_gradient_dtype(parameter, parameter.dtype)
-            if gradient is not None:
-                gradient = (gradient if held is None else gradient.add_(held)).to(parameter.dtype)
-            parameter.grad = held if gradient is None else gradient
+    def begin(self, *, continues: bool) -> None:
+        """Begin a step.
 
-    def _set_gradient_dtype(self, parameter: Tensor, dtype: torch.dtype) -> None:
-        if self._widens and parameter.dtype.itemsize < torch.float32.itemsize and hasattr(parameter, "grad_dtype"):
-            parameter.grad_dtype = dtype
+        Args:
+            continues: Whether batches before this one belong to the same optimizer step.
+        """
+        self.present, self._failed = self.limits, False
+        self._ran_out = continues and self._ran_out
+
+    @contextmanager
+    def guard(self, part: Part, calls: Sequence[Call]) -> Iterator[None]:
+        """Swallow an out-of-memory error of a part of the step that can be done again; `agree` must follow.
+
+        Args:
+            calls: The encoder calls of the attempt.
+
+        Raises:
+            MachineError: Memory ran out, and the step can't be done again.
+        """
+        try:
+            with self._stopwatch.part(part):
+                yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self._needs_equal_calls:
+                raise self._unrepairable(calls) from error
+            if not self._may_repair:
+                raise MachineError(
+                    "out of memory, and the step may not be done again in smaller chunks: set oom_retry and "
+                    "use_gradient_cache to what they are by default, or lower batch_size"
+                ) from error
+            self._failed = True
+
+    @contextmanager
+    def guard_loss(self, calls: Sequence[Call], num_vectors: int) -> Iterator[None]:
+        """Guard the loss: only where graphs can be dropped, and no other rank waits in its collectives, does one help.
+
+        Raises:
+            MachineError: The loss doesn't fit, and no repair can help.
+        """
+        if self._ranks.is_one and any(call.graph is not None for call in calls):
+            with self.guard("loss", calls):
+                yield
+            return
+        try:
+            with self._stopwatch.part("loss"):
+                yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            rank = "" if self._ranks.is_one else f" on rank {self._ranks.rank}"
+            keys = ["set retain: 0"] if self.present.retain > 0 else []
+            keys += ["set loss_tile_size to a smaller number", "lower batch_size"]
+            raise MachineError(
+                f"out of memory{rank} in the loss over {num_vectors} embeddings, which smaller chunks can't cure: "
+                f"{', or '.join(keys)}"
+            ) from error
+
+    def agree(self, calls: Sequence[Call]) -> None:
+        """Ask all ranks whether memory ran out behind a guard; the first to arrive waits for the slowest.
+
+        Raises:
+            RepairNeeded: It did on some rank; raised on all of them, with what they must know to lower limits alike.
+        """
+        with self._stopwatch.part("wait"):
+            failed, self._failed = self._ranks.any(self._failed, self._device), False
+        if not failed:
+            return
+        kept_graphs = self.present.retain > 0 and any(call.retained for call in calls)
+        kept_graphs = kept_graphs and not fit_one_chunk(calls, self.budget)  # a single chunk keeps its graph anyway
+        for call in calls:
+            call.graph = None
+        numbers = torch.tensor([*_largest(calls), kept_graphs], device=self._device)
+        rows, tokens, any_kept = self._ranks.max_(numbers).tolist()
+        raise RepairNeeded(rows=rows, tokens=tokens, kept_graphs=any_kept > 0)
+
+    def lower(self, repair: RepairNeeded) -> None:
+        """Choose the limits of the next attempt.
+
+        Raises:
+            MachineError: When a chunk is a single row already.
+        """
+        lower = self.present.lowered(repair)
+        if lower is None:
+            raise MachineError(
+                f"out of memory with a single row of {repair.tokens} tokens in a chunk: shorten the rows "
+                f"(max_seq_length, or smaller pictures), set gradient_checkpointing: true, or take a smaller model"
+            ) from None
+        smaller = "" if repair.kept_graphs else f"{lower.rows} rows and {lower.tokens} tokens, "
+        _log.warning(
+            "out of memory in chunks of %d rows and %d tokens: the same step again with %sno graph kept",
+            repair.rows,
+            repair.tokens,
+            smaller,
+        )
+        self.present = lower
+
+    def remember(self) -> None:
+        """Choose the limits of the next step after one that was repaired; batches of one optimizer step count once."""
+        if self._ran_out:
+            return
+        self._ran_out = True
+        if self.limits.ran_out:
+            _log.warning(
+                "out of memory in a second step: from now on chunks of at most %d rows and %d tokens, no graph kept",
+                self.present.rows,
+                self.present.tokens,
+            )
+        self.limits = self.limits.after_repair(self.present)
+
+    def _unrepairable(self, calls: Sequence[Call]) -> MachineError:
+        """Return the advice for a rank that can't leave the others alone in a collective."""
+        rows, tokens = _largest(calls)
+        lower = self.present.lowered(RepairNeeded(rows=rows, tokens=tokens, kept_graphs=False))
+        cure = "shorten the rows (max_seq_length, or smaller pictures) or set cpu_offload: true"
+        if lower is not None:
+            cure = f"set gradient_cache_chunk_size: {lower.rows} and gradient_cache_chunk_tokens: {lower.tokens}"
+            cure += " and retain: 0" if self.present.retain > 0 else ""
+        return MachineError(
+            f"out of memory in chunks of {rows} rows and {tokens} tokens. With this fsdp_mode the step can't be done "
+            f"again by itself, as the other processes wait in encoder calls of this one: {cure}"
+        )
+
+
+def _largest(calls: Sequence[Call]) -> tuple[int, int]:
+    """Return the most rows and the most padded tokens of any call."""
+    return max(len(call.chunk.rows) for call in calls), max(call.chunk.padded_tokens for call in calls)
+
+
+def free_cache(device: torch.device) -> None:
+    """Give back what a device's allocator keeps, which is cut for larger chunks.
+
+    Raises:
+        RuntimeError: The device is broken for good, which no repair cures.
+    """
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        module.synchronize()  # waits for the failed attempt, and says here if the device is broken
+        module.empty_cache()

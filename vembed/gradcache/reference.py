@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vembed.gradcache.chunking import Chunk, ChunkBudget, plan_chunks
+from vembed.gradcache.chunks import Chunk, ChunkBudget, plan_chunks
 from vembed.losses.base import MultiVectors
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vembed.data.columns import WEIGHT_COLUMN
+from vembed.device import to_device
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -92,13 +93,6 @@ class BatchStructure:
     def num_documents(self) -> int:
         """D."""
         return len(self.document_ids_D)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device through page-locked memory: a copy from other memory waits for the device's queue."""
-    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel() and torch.cuda.is_initialized():
-        tensor = tensor.pin_memory()  # itself where it is there already
-    return tensor.to(device, non_blocking=True)
 
 
 class LossCommon(NamedTuple):

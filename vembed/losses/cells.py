@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vembed.batch import ranges
-from vembed.losses.base import to_device
+from vembed.device import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

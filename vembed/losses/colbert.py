@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding_bag
 
-from vembed.losses.base import MultiVectors, to_device
+from vembed.device import to_device
 from vembed.losses.infonce import SoftmaxLoss
 from vembed.losses.keys import ColbertKeys
 from vembed.losses.tiles import DEFAULT_TILE_SIZE, SimilarityTiles
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.losses.base import BatchStructure, LossCommon
+    from vembed.losses.base import BatchStructure, LossCommon, MultiVectors
     from vembed.losses.cells import CellMap, Tile
     from vembed.losses.streamed import StreamedBatch
     from vembed.losses.tiles import EmbeddingGradients

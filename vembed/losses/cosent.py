@@ -16,7 +16,14 @@ over the mean of all: the log of the weight is added to s S and to -s S of a row
 listed pairs, each one a sum that one rank has. Positives and the other cells are two groups: one sweep over the tiles
 finds n and p, which ranks merge, the second the gradients.
 
-Source: Su, 2022, "CoSENT (I): a more effective sentence vector scheme than Sentence-BERT".
+AnglE is CoSENT over the angles of listed pairs in the complex plane, which don't flatten where a cosine is near 1 or
+-1. Numbers k and k + E/2 of an embedding are the real and the imaginary part of a complex number. With x of the query
+and y of the document, both of unit length,
+
+    S = |sum over k of Re(x_k conj(y_k)) + Im(x_k conj(y_k))|
+
+Sources: Su, 2022, "CoSENT (I): a more effective sentence vector scheme than Sentence-BERT"; Li & Li, 2024, "AoE:
+Angle-optimized Embeddings for Semantic Textual Similarity".
 Shape legend: Q queries of this rank, P pairs, G groups, K prefixes.
 """
 
@@ -26,8 +33,11 @@ import math
 from typing import TYPE_CHECKING, Self, Unpack
 
 import torch
+from torch.nn.functional import normalize
 
-from vembed.losses.base import relative_weights, share_of, to_device
+from vembed.device import to_device
+from vembed.errors import ConfigError
+from vembed.losses.base import relative_weights, share_of
 from vembed.losses.cells import positive_mask
 from vembed.losses.listed import PairSweep
 from vembed.losses.streamed import (
@@ -39,13 +49,13 @@ from vembed.losses.streamed import (
     streamed_options,
     zero_gradients,
 )
-from vembed.losses.tiles import pair_similarity, weighted_similarities
+from vembed.losses.tiles import NORM_EPSILON, Prefixes, pair_similarity, weighted_similarities
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure, LossCommon
-    from vembed.losses.keys import CosentKeys
+    from vembed.losses.keys import AngleKeys, CosentKeys
     from vembed.losses.streamed import StreamedBatch, StreamedOptions, TileLogits
     from vembed.losses.tiles import SimilarityTiles
 
@@ -107,7 +117,7 @@ class CosentLoss(CellLoss):
 
     @torch.no_grad()
     def statistics(self, batch: StreamedBatch) -> Statistics:
-        """Return what ranks merge: the logits of listed pairs (K, P), or sums over both kinds of cells (2, K, 1)."""
+        """Return the logits of listed pairs (K, P), or sums over both kinds of cells (2, K, 1), for ranks to merge."""
         if (listed := self.listed(batch.structure)) is None:
             return super().statistics(batch)
         pairs = self._listed_pairs(batch)
@@ -158,6 +168,36 @@ class CosentLoss(CellLoss):
     def _numbers(self, pairs: PairSweep, batch: StreamedBatch) -> Tensor:
         """Return the numbers of this rank's pairs among the batch's listed ones."""
         return to_device(torch.from_numpy(pairs.pairs.own_A), batch.q_QE.device)
+
+
+class AngleLoss(CosentLoss):
+    """CoSENT over the angles of the listed pairs of a batch."""
+
+    @staticmethod
+    def similarity(q_NE: Tensor, d_NE: Tensor, dim: int | None) -> Tensor:
+        """Return the similarity of the angles of pairs (N,), 0 to sqrt(2); None takes rows as they are."""
+        if dim is not None:
+            q_NE, d_NE = (normalize(side[:, :dim], dim=-1, eps=NORM_EPSILON) for side in (q_NE, d_NE))
+        real, imaginary = d_NE.chunk(2, dim=1)
+        # Both parts of a product are one dot product.
+        turned_NE = torch.cat([real - imaginary, real + imaginary], dim=1)
+        return (q_NE * turned_NE).sum(dim=1).abs()
+
+    @classmethod
+    def from_keys(cls, keys: AngleKeys, common: LossCommon) -> Self:  # type: ignore[override]
+        """Make the loss of a run.
+
+        Raises:
+            ConfigError: A length is odd: its numbers can't be taken two by two.
+        """
+        odd = [dim for dim in keys.mrl_dims or [common.dimension] if dim % 2]
+        if odd:
+            raise ConfigError(f"loss_type angle takes the numbers of an embedding two by two, and {odd[0]} is odd")
+        return cls(scale=keys.angle_scale, prefixes=Prefixes.of_keys(keys), tile_size=common.tile_size)
+
+    def listed(self, structure: BatchStructure) -> tuple[Tensor, Tensor]:
+        """Return the listed pairs and their grades; a batch without any has no loss."""
+        return super().listed(structure) or (structure.positives_P2[:0], structure.positives_P2.new_zeros(0))
 
 
 class CosentSweep(Sweep):
@@ -222,7 +262,9 @@ def _compare(logits_KP: Tensor, groups_P: Tensor, count: int, weights_P: Tensor)
         weights_P: Log of each pair's weight.
     """
     lower_KP, higher_KP = weights_P + logits_KP, weights_P - logits_KP
-    lower_KG, higher_KG = (LogSumExp.of_groups(each, groups_P, count).value() for each in (lower_KP, higher_KP))
+    lower_KG, higher_KG = (LogSumExp.of_groups(side, groups_P, count).value() for side in (lower_KP, higher_KP))
+    # Sums over all lower and all higher grades: running sums over grades, shifted by one as a grade isn't compared with
+    # itself. A matrix of all pairs of pairs would take P squared numbers.
     nothing_K1 = torch.full_like(lower_KG[:, :1], -math.inf)
     before_KG = torch.cat([nothing_K1, lower_KG.logcumsumexp(dim=1)[:, :-1]], dim=1)
     after_KG = torch.cat([higher_KG.flip(1).logcumsumexp(dim=1).flip(1)[:, 1:], nothing_K1], dim=1)

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
-from vembed.losses.base import query_shares, to_device
+from vembed.device import to_device
+from vembed.losses.base import query_shares
+from vembed.losses.combined import SumLoss
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.streamed import CellLoss, LogSumExp, Sweep
-from vembed.losses.sum import SumLoss
 from vembed.losses.tiles import DEFAULT_TILE_SIZE, Prefixes, weighted_similarities
 
 if TYPE_CHECKING:

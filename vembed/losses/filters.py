@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
-from vembed.losses.base import to_device
+from vembed.device import to_device
 from vembed.losses.tiles import pair_similarity
 
 if TYPE_CHECKING:

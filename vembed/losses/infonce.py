@@ -34,9 +34,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from vembed.losses.base import document_shares, positive_counts, query_shares, share_of, to_device
+from vembed.device import to_device
+from vembed.losses.base import document_shares, positive_counts, query_shares, share_of
 from vembed.losses.cells import CellMap, named_mask, positive_mask
-from vembed.losses.logit_scale import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
+from vembed.losses.keys import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.streamed import CellLoss, LogSumExp, Statistics, Sweep, streamed_options
 from vembed.losses.tiles import longest_row, read_numbers, weighted_similarities
 

@@ -27,16 +27,18 @@ Shape legend: Q queries of all ranks, D documents of all, K prefixes, P pairs of
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
-from vembed.losses.base import query_shares, to_device
+from vembed.batch import ranges
+from vembed.device import to_device
+from vembed.losses.base import BatchStructure, query_shares
 from vembed.losses.cells import CellMap, positive_mask
 from vembed.losses.infonce import InfoNCE, SoftmaxSweep
-from vembed.losses.relatives import among_documents, among_queries
 from vembed.losses.streamed import (
     LogSumExp,
     LossGradients,
@@ -50,11 +52,14 @@ from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles, weighted_si
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.losses.base import BatchStructure
     from vembed.losses.keys import Direction
     from vembed.losses.streamed import StreamedBatch
+
+    Pairs = NDArray[np.int64]
+    """(left, right), sorted and without repeats, (N, 2)."""
 
 
 class JointInfoNCE(InfoNCE):
@@ -211,7 +216,7 @@ class JointInfoNCE(InfoNCE):
 
     def _of_queries(self, batch: StreamedBatch, tiles: SimilarityTiles) -> SimilarityTiles:
         """Return the tiles of this rank's queries and those of all ranks."""
-        structure = among_queries(batch.structure, masks=self.mask_false_negatives)
+        structure = _among_queries(batch.structure, masks=self.mask_false_negatives)
         every_QE = batch.q_QE if batch.every_q_QE is None else batch.every_q_QE
         block = self._block(batch.q_QE, every_QE, structure, batch.queries, tiles)
         block.rows_only = True
@@ -221,7 +226,7 @@ class JointInfoNCE(InfoNCE):
         """Return this rank's share of the documents that are positives, and their tiles with all documents."""
         if not self.documents_too:
             return None
-        structure, wanted_W = among_documents(batch.structure)
+        structure, wanted_W = _among_documents(batch.structure)
         ends = (batch.queries.start, batch.queries.stop)
         rows = range(*(len(wanted_W) * each // batch.structure.num_queries for each in ends))
         places = to_device(torch.from_numpy(wanted_W[rows.start : rows.stop]), tiles.device)
@@ -264,3 +269,85 @@ def _dot(z_NE: Tensor, gradient_NE: Tensor, tiles: SimilarityTiles) -> Tensor:
     """Return the sum of the products of embeddings and their gradients, some rows at a time."""
     parts = zip(z_NE.split(tiles.tile_size), gradient_NE.split(tiles.tile_size), strict=True)
     return torch.stack([tiles.zeros(), *((z.to(tiles.dtype) * dz).sum() for z, dz in parts)]).sum()
+
+
+# Which queries, and which documents, belong together: they don't compete with each other ------------------------------
+#
+# Queries belong together that have one content or share a positive by content; documents that one query has, as
+# positives or hard negatives of its row, and with masks those of equal content. A batch in which one side stands for
+# both says so to a `CellMap`: its positives are the pairs that belong together.
+
+
+def _among_queries(structure: BatchStructure, *, masks: bool) -> BatchStructure:
+    """Return a batch whose documents are its queries, and whose positives belong together.
+
+    Args:
+        masks: Whether a shared positive makes two queries belong together; each belongs to itself.
+    """
+    related_N2 = np.repeat(np.arange(structure.num_queries), 2).reshape(-1, 2)
+    if masks:
+        queries_P, documents_P = _numpy(structure.positives_P2).T
+        contents_P = _numpy(structure.document_groups_D)[documents_P]
+        shared_N2 = _joined(_pairs(queries_P, contents_P), _pairs(contents_P, queries_P))
+        related_N2 = np.unique(np.concatenate([related_N2, shared_N2]), axis=0)
+    return replace(
+        _bare(structure, related_N2), document_ids_D=structure.query_ids_Q, document_groups_D=structure.query_groups_Q
+    )
+
+
+def _among_documents(structure: BatchStructure) -> tuple[BatchStructure, NDArray[np.int64]]:
+    """Return a batch whose queries are the documents that answer one, which belong to its positives, and these."""
+    positives_P2 = _numpy(structure.positives_P2)
+    owned_N2 = positives_P2
+    if structure.negatives_P2 is not None:
+        owned_N2 = np.concatenate([positives_P2, _numpy(structure.negatives_P2)])
+    wanted_W, rows_P = np.unique(positives_P2[:, 1], return_inverse=True)
+    related_N2 = _joined(_pairs(rows_P, positives_P2[:, 0]), _pairs(owned_N2[:, 0], owned_N2[:, 1]))
+    groups_W = np.unique(_numpy(structure.document_groups_D)[wanted_W], return_inverse=True)[1]
+    changed = replace(
+        _bare(structure, related_N2),
+        query_ids_Q=structure.document_ids_D.cpu()[torch.from_numpy(wanted_W)],
+        query_groups_Q=torch.from_numpy(groups_W),
+    )
+    return changed, wanted_W
+
+
+def _bare(structure: BatchStructure, positives_P2: Pairs) -> BatchStructure:
+    """Return the identities of a batch with other positives and nothing else, on the CPU."""
+    return BatchStructure(
+        positives_P2=torch.from_numpy(positives_P2),
+        query_ids_Q=structure.query_ids_Q.cpu(),
+        document_ids_D=structure.document_ids_D.cpu(),
+        query_groups_Q=structure.query_groups_Q.cpu(),
+        document_groups_D=structure.document_groups_D.cpu(),
+    )
+
+
+def _pairs(left_N: NDArray[np.int64], right_N: NDArray[np.int64]) -> Pairs:
+    return np.unique(np.stack([left_N, right_N], axis=1), axis=0)
+
+
+def _joined(first: Pairs, second: Pairs) -> Pairs:
+    """Return (a, c) for which some b has (a, b) and (b, c).
+
+    Rows of one class have the same list of b, which is followed once: a class of n takes n squared steps.
+    """
+    lefts_A, starts_A, sizes_A = np.unique(first[:, 0], return_index=True, return_counts=True)
+    first_with: dict[bytes, int] = {}  # by its list of b, the first a that has it: the model of all that share the list
+    lists = (first[start : start + size, 1].tobytes() for start, size in zip(starts_A, sizes_A, strict=True))
+    models_A = np.array([first_with.setdefault(bs, a) for a, bs in enumerate(lists)], dtype=np.int64)
+    models_M, model_of_A = np.unique(models_A, return_inverse=True)
+    steps = ranges(starts_A[models_M], sizes_A[models_M])
+    owner = np.repeat(np.arange(len(models_M)), sizes_A[models_M])
+    # `second` is sorted by b: what a step leads to is one range of it.
+    begins, ends = (np.searchsorted(second[:, 0], first[steps, 1], side) for side in ("left", "right"))
+    reached = _pairs(np.repeat(owner, ends - begins), second[ranges(begins, ends - begins), 1])
+    numbers_M = np.arange(len(models_M))
+    first_of_M, stop_of_M = (np.searchsorted(reached[:, 0], numbers_M, side) for side in ("left", "right"))
+    counts_A = (stop_of_M - first_of_M)[model_of_A]
+    return np.stack([np.repeat(lefts_A, counts_A), reached[ranges(first_of_M[model_of_A], counts_A), 1]], axis=1)
+
+
+def _numpy(values: Tensor) -> NDArray[np.int64]:
+    array: NDArray[np.int64] = values.cpu().numpy()
+    return array

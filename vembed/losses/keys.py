@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from vembed.data.columns import WEIGHT_COLUMN, ExtraColumn
-from vembed.losses.logit_scale import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.registry import Hints, LossSection, Memory
 from vembed.plan.memory import LOSS_STRIP_TILES
 from vembed.registry import LOSSES
@@ -19,6 +18,13 @@ from vembed.section import ANY, Auto, Count, Name, NonNegative, Positive, Rule, 
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
+
+
+MIN_LOGIT_SCALE = 1.0
+"""Lower bound of a learned logit scale: a temperature over 1 flattens cosine similarities to nothing."""
+
+MAX_LOGIT_SCALE = 100.0
+"""Upper bound of a learned logit scale, as in CLIP: below a temperature of 0.01 training diverges."""
 
 
 class TemperatureKeys(Section):
@@ -470,7 +476,7 @@ class CosentKeys(OurLoss, CellKeys):
 class AngleKeys(OurLoss, TileKeys, PrefixKeys):
     """Keys of the AnglE loss."""
 
-    loss = "vembed.losses.angle:AngleLoss"
+    loss = "vembed.losses.cosent:AngleLoss"
     name = "angle"
     title = "the AnglE loss"
     summary = "CoSENT over the angles of graded pairs in the complex plane"
@@ -542,7 +548,7 @@ class TripletKeys(OurLoss, CellKeys):
 
     @property
     def query_copies(self) -> int:
-        """Rows of pairs whose similarity is known first; triplets of rows are differentiated by themselves."""
+        """Rows of pairs whose similarity is known first; triplets have those of their cells."""
         return 1 if self.triplet_negatives == "all" else 6
 
     @property
@@ -554,7 +560,7 @@ class TripletKeys(OurLoss, CellKeys):
 class CosineMseKeys(OurLoss, TileKeys, PrefixKeys):
     """Keys of the squared error of cosines."""
 
-    loss = "vembed.losses.cosine_mse:CosineMseLoss"
+    loss = "vembed.losses.listed:CosineMseLoss"
     name = "cosine_mse"
     title = "the squared error of cosines"
     summary = "the cosine of each graded pair as near as can be to its grade"
@@ -574,7 +580,7 @@ class CosineMseKeys(OurLoss, TileKeys, PrefixKeys):
 class MarginMseKeys(OurLoss, TileKeys, PrefixKeys):
     """Keys of the squared error of margins."""
 
-    loss = "vembed.losses.margin_mse:MarginMseLoss"
+    loss = "vembed.losses.listed:MarginMseLoss"
     name = "margin_mse"
     title = "the squared error of margins"
     summary = "positives as much ahead of the row's other documents as a teacher's scores say"
@@ -607,7 +613,7 @@ class MarginMseKeys(OurLoss, TileKeys, PrefixKeys):
 class KlKeys(OurLoss, TileKeys, PrefixKeys):
     """Keys of the divergence from a teacher's scores."""
 
-    loss = "vembed.losses.kl:KlLoss"
+    loss = "vembed.losses.listed:KlLoss"
     name = "kl"
     title = "the divergence from a teacher's scores"
     summary = "the shares of a row's own documents as a teacher's scores say"

@@ -1,23 +1,40 @@
-"""Losses over the listed pairs of a batch: a query, a document, and a score that the data or a teacher gives the two.
+"""Losses over the listed pairs of a batch: a query, a document, and a score y that the data or a teacher gives the two.
 
-A rank has the pairs of its own queries. Their similarities are made block by block, what the loss makes of these few
-numbers is differentiated by autograd, and its slopes go back to the embeddings block by block: no copy of more rows
-than a block's ever exists.
+Three formulas over the similarities S of these pairs:
 
-Shape legend: A listed pairs of this rank's queries, N pairs of a block, K prefixes.
+    cosine_mse   L = mean over listed pairs a of (S_a - y_a)^2
+
+    margin_mse   L = mean over queries i, listed positives p and other listed documents n of i of
+                     (margin_mse_scale (S_ip - S_in) - (y_ip - y_in))^2
+
+    kl           L = max(1, t)^2 mean over queries i with two listed documents or more of
+                     sum over listed documents a of i of p_a (log p_a - log softmax(S_i / t)_a)
+
+with p = softmax(y_i / u), t = kl_temperature and u = kl_teacher_temperature. The factor keeps gradients of temperatures
+over 1 as large as those of 1.
+
+A rank has the pairs of its own queries. Their similarities are made block by block, the formula over these few numbers
+is differentiated by autograd, and its slopes go back to the embeddings block by block: no copy of more rows than a
+block's ever exists.
+
+Sources: Reimers & Gurevych, 2019, "Sentence-BERT: Sentence Embeddings using Siamese BERT-Networks" (cosine_mse);
+Hofstätter et al., 2020, "Improving Efficient Neural Ranking Models with Cross-Architecture Knowledge Distillation"
+(margin_mse); Lin et al., 2020, "Distilling Dense Representations for Ranking using Tightly-Coupled Teachers" (kl).
+Shape legend: A listed pairs of this rank's queries, N pairs of a block, T margins, L lists, K prefixes.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import torch
 
-from vembed.losses.base import to_device
-from vembed.losses.streamed import LossGradients, StreamedLoss, zero_gradients
-from vembed.losses.tiles import DEFAULT_TILE_SIZE, pair_similarity
+from vembed.batch import ranges
+from vembed.device import to_device
+from vembed.losses.streamed import LogSumExp, LossGradients, StreamedLoss, zero_gradients
+from vembed.losses.tiles import DEFAULT_TILE_SIZE, Prefixes, pair_similarity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +42,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.losses.base import BatchStructure
+    from vembed.losses.base import BatchStructure, LossCommon
+    from vembed.losses.keys import CosineMseKeys, KlKeys, MarginMseKeys
     from vembed.losses.streamed import Statistics, StreamedBatch
-    from vembed.losses.tiles import Prefixes
 
     Similarity = Callable[[Tensor, Tensor, int | None], Tensor]
     """From the queries (N, E) and documents (N, E) of pairs, and the length of a prefix, to (N,)."""
@@ -75,29 +92,30 @@ class PairSweep:
     @torch.no_grad()
     def similarities(self) -> Tensor:
         """Return those of all pairs (K, A)."""
-        found_KA = torch.empty(len(self._dims), len(self.pairs.own_A), dtype=self._dtype, device=self._q.device)
+        similarity_KA = torch.empty(len(self._dims), len(self.pairs.own_A), dtype=self._dtype, device=self._q.device)
         for block, queries_N, documents_N in self._blocks():
             q_NE, d_NE = self._of(queries_N, documents_N)
             for prefix, dim in enumerate(self._dims):
-                found_KA[prefix, block] = self._similarity(q_NE, d_NE, dim)
-        return found_KA
+                similarity_KA[prefix, block] = self._similarity(q_NE, d_NE, dim)
+        return similarity_KA
 
     def backward(self, slopes_KA: Tensor, dq_QE: Tensor, dd_DE: Tensor) -> None:
-        """Add what dL/dsimilarity of the pairs gives the embeddings, in a fixed order."""
+        """Add dL/dsimilarity of the pairs to the gradients of the embeddings, in a fixed order."""
         for block, queries_N, documents_N in self._blocks():
             with torch.enable_grad():
-                q_NE, d_NE = (each.requires_grad_() for each in self._of(queries_N, documents_N))
-                each_K = torch.stack([self._similarity(q_NE, d_NE, dim) for dim in self._dims])
-                dq_NE, dd_NE = torch.autograd.grad(each_K, [q_NE, d_NE], slopes_KA[:, block])
+                q_NE, d_NE = (side.requires_grad_() for side in self._of(queries_N, documents_N))
+                # The similarities are made again: their graphs over all pairs would hold a copy of each pair's rows.
+                similarity_KN = torch.stack([self._similarity(q_NE, d_NE, dim) for dim in self._dims])
+                dq_NE, dd_NE = torch.autograd.grad(similarity_KN, [q_NE, d_NE], slopes_KA[:, block])
             dq_QE.index_put_((queries_N,), dq_NE, accumulate=True)
             dd_DE.index_put_((documents_N,), dd_NE, accumulate=True)
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Return where each block lies among the pairs, and its rows of both sides."""
+        """Yield the slice of each block among the pairs, and its rows of both sides."""
         for start in range(0, len(self.pairs.own_A), self._rows):
             block = slice(start, start + self._rows)
             rows = (self.pairs.queries_A[block] - self._first, self.pairs.documents_A[block])
-            queries_N, documents_N = (to_device(torch.from_numpy(each), self._q.device) for each in rows)
+            queries_N, documents_N = (to_device(torch.from_numpy(side), self._q.device) for side in rows)
             yield block, queries_N, documents_N
 
     def _of(self, queries_N: Tensor, documents_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,7 +160,7 @@ class ListedLoss(StreamedLoss):
         with torch.enable_grad():
             similarity_KA = sweep.similarities().requires_grad_()
             parts = zip(self.prefix_weights, similarity_KA, strict=True)
-            losses = [w * self.of_similarities(each_A, sweep.pairs, batch.structure) for w, each_A in parts]
+            losses = [w * self.of_similarities(similarity_A, sweep.pairs, batch.structure) for w, similarity_A in parts]
             loss = torch.stack(losses).sum()
             (slopes_KA,) = torch.autograd.grad(loss, [similarity_KA])
         sweep.backward(slopes_KA, dq_QE, dd_DE)
@@ -159,7 +177,7 @@ def scores_of(pairs: ListedPairs, structure: BatchStructure, like: Tensor) -> Te
 
 
 def shares(own_N: NDArray[np.int64], all_N: NDArray[np.int64], structure: BatchStructure, like: Tensor) -> Tensor:
-    """Return how much each of this rank's terms counts in the mean over all ranks' (N,), by the weights of rows.
+    """Return the share of each of this rank's terms in the mean over all ranks' (N,), by the weights of rows.
 
     Args:
         own_N: Query of each of this rank's terms.
@@ -171,3 +189,97 @@ def shares(own_N: NDArray[np.int64], all_N: NDArray[np.int64], structure: BatchS
         weights_Q = structure.weights_Q.cpu().numpy()
     shares_N = torch.from_numpy(weights_Q[own_N] / (weights_Q[all_N].sum() or 1.0)).to(like.dtype)
     return to_device(shares_N, like.device)
+
+
+class CosineMseLoss(ListedLoss):
+    """The mean squared difference of similarities to grades."""
+
+    @classmethod
+    def from_keys(cls, keys: CosineMseKeys, common: LossCommon) -> Self:
+        """Make the loss of a run."""
+        return cls(prefixes=Prefixes.of_keys(keys), tile_size=common.tile_size)
+
+    def of_similarities(self, similarity_A: Tensor, pairs: ListedPairs, structure: BatchStructure) -> Tensor:
+        """Return the weighted sum of these pairs' squares."""
+        shares_A = shares(pairs.queries_A, ListedPairs.of(structure).queries_A, structure, similarity_A)
+        return (shares_A * (similarity_A - scores_of(pairs, structure, similarity_A)).square()).sum()
+
+
+class MarginMseLoss(ListedLoss):
+    """The mean squared difference of the margins of listed pairs to those of their scores."""
+
+    def __init__(
+        self, *, scale: float = 1.0, prefixes: Prefixes | None = None, tile_size: int = DEFAULT_TILE_SIZE
+    ) -> None:
+        super().__init__(prefixes=prefixes, tile_size=tile_size)
+        self.scale = scale
+
+    @classmethod
+    def from_keys(cls, keys: MarginMseKeys, common: LossCommon) -> Self:
+        """Make the loss of a run."""
+        return cls(scale=keys.margin_mse_scale, prefixes=Prefixes.of_keys(keys), tile_size=common.tile_size)
+
+    def of_similarities(self, similarity_A: Tensor, pairs: ListedPairs, structure: BatchStructure) -> Tensor:
+        """Return the weighted sum of these queries' squares."""
+        every, (near, far) = ListedPairs.of(structure), _margins(pairs, structure)
+        all_T = every.queries_A[_margins(every, structure)[0]]
+        shares_T = shares(pairs.queries_A[near], all_T, structure, similarity_A)
+        near_T, far_T = (to_device(torch.from_numpy(pairs_T), similarity_A.device) for pairs_T in (near, far))
+        excess_A = self.scale * similarity_A - scores_of(pairs, structure, similarity_A)
+        return (shares_T * (excess_A[near_T] - excess_A[far_T]).square()).sum()
+
+
+def _margins(pairs: ListedPairs, structure: BatchStructure) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the places among some pairs of the listed positive and the other listed document of each margin."""
+    columns = np.array([structure.num_documents, 1])  # one number for each pair, by which pairs are compared
+    known = structure.positives_P2.cpu().numpy() @ columns
+    is_positive_A = np.isin(np.stack([pairs.queries_A, pairs.documents_A], axis=1) @ columns, known)
+    near, far = np.flatnonzero(is_positive_A), np.flatnonzero(~is_positive_A)
+    # Sorted by query, the other documents of a positive's query are one range of `far`.
+    far = far[np.argsort(pairs.queries_A[far], kind="stable")]
+    starts, stops = (np.searchsorted(pairs.queries_A[far], pairs.queries_A[near], side) for side in ("left", "right"))
+    return np.repeat(near, stops - starts), far[ranges(starts, stops - starts)]
+
+
+class KlLoss(ListedLoss):
+    """The mean divergence of the listed documents of a query."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float,
+        teacher_temperature: float,
+        prefixes: Prefixes | None = None,
+        tile_size: int = DEFAULT_TILE_SIZE,
+    ) -> None:
+        super().__init__(prefixes=prefixes, tile_size=tile_size)
+        self.student_temperature = temperature
+        self.teacher_temperature = teacher_temperature
+
+    @classmethod
+    def from_keys(cls, keys: KlKeys, common: LossCommon) -> Self:
+        """Make the loss of a run."""
+        default = keys.kl_temperature if common.scores_are_cosines else 1.0
+        return cls(
+            temperature=keys.kl_temperature,
+            teacher_temperature=keys.kl_teacher_temperature or default,
+            prefixes=Prefixes.of_keys(keys),
+            tile_size=common.tile_size,
+        )
+
+    def of_similarities(self, similarity_A: Tensor, pairs: ListedPairs, structure: BatchStructure) -> Tensor:
+        """Return the weighted sum of these queries' divergences."""
+        all_queries, sizes = np.unique(ListedPairs.of(structure).queries_A, return_counts=True)
+        present, lists = np.unique(pairs.queries_A, return_inverse=True)
+        shares_L = shares(present, all_queries[sizes > 1], structure, similarity_A)  # a list of one has no divergence
+        lists_A = to_device(torch.from_numpy(lists), similarity_A.device)
+        student_A = _log_shares(similarity_A / self.student_temperature, lists_A, len(present))
+        teacher_A = scores_of(pairs, structure, similarity_A) / self.teacher_temperature
+        teacher_A = _log_shares(teacher_A, lists_A, len(present))
+        terms_A = shares_L[lists_A] * teacher_A.exp() * (teacher_A - student_A)
+        return terms_A.sum() * max(1.0, self.student_temperature) ** 2
+
+
+def _log_shares(logits_A: Tensor, lists_A: Tensor, count: int) -> Tensor:
+    """Return the log of each logit's share of its list, (A,)."""
+    return logits_A - LogSumExp.of_groups(logits_A[None], lists_A, count).value()[0, lists_A]

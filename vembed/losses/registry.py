@@ -203,14 +203,14 @@ class RunLoss:
     def build(self, config: Any, common: LossCommon) -> BatchLoss:
         """Make the loss from the keys of a configuration."""
         if different := self.several:
-            from vembed.losses.by_source import SourceLosses  # brings torch
+            from vembed.losses.combined import SourceLosses  # brings torch
 
             losses = [loss.build(config, common) for loss in different]
             return SourceLosses(losses, [different.index(loss) for loss in self.of_source])
         built = [(weight, section.of(config).build(common)) for section, weight in self.terms]
         if len(built) == 1:
             return built[0][1]
-        from vembed.losses.sum import SumLoss
+        from vembed.losses.combined import SumLoss
 
         return SumLoss(built)
 

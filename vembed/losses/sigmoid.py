@@ -24,7 +24,7 @@ from torch.nn.functional import softplus
 
 from vembed.losses.base import query_shares
 from vembed.losses.cells import positive_mask
-from vembed.losses.logit_scale import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
+from vembed.losses.keys import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.streamed import CellLoss, Sweep, streamed_options
 from vembed.losses.tiles import read_numbers, weighted_similarities
 

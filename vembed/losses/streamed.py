@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypedDict
 
 import torch
 
-from vembed.losses.base import BatchLoss, query_shares, to_device
+from vembed.device import to_device
+from vembed.losses.base import BatchLoss, query_shares
 from vembed.losses.cells import CellMap, false_negative_mask
 from vembed.losses.filters import FalseNegativeFilter, TileFilter
 from vembed.losses.tiles import DEFAULT_TILE_SIZE, EmbeddingGradients, Prefixes, SimilarityTiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -382,27 +383,6 @@ def empty_gradients(
     """Return gradients of zero, with room for the moments of prefixes."""
     moments = (tiles.zeros(tiles.num_prefixes, count) for count in (tiles.cells.num_rows, tiles.cells.num_columns))
     return EmbeddingGradients(*zero_gradients(batch, into), *moments)
-
-
-def differentiated(
-    value: Callable[[Tensor, Tensor], Tensor],
-    tiles: SimilarityTiles,
-    batch: StreamedBatch,
-    into: tuple[Tensor, Tensor] | None,
-) -> LossGradients:
-    """Return a function of a few rows of the embeddings and its gradients, by autograd.
-
-    Args:
-        value: Returns a scalar from queries (Q, E) and documents (D, E), in the type of the gradients.
-    """
-    out = empty_gradients(tiles, batch, into)
-    with torch.enable_grad():
-        q_QE, d_DE = (side.detach().to(tiles.dtype).requires_grad_() for side in (batch.q_QE, batch.d_DE))
-        loss = value(q_QE, d_DE)
-        dq_QE, dd_DE = torch.autograd.grad(loss, [q_QE, d_DE])
-    out.dq_QE.copy_(dq_QE)
-    out.dd_DE.copy_(dd_DE)
-    return LossGradients(loss.detach(), out.dq_QE, out.dd_DE, {})
 
 
 # Sums that tiles and ranks merge in any order -------------------------------------------------------------------------

@@ -241,6 +241,19 @@ class SimilarityTiles:
             if not self.rows_only:
                 _add_product(out.dd_DE[tile.columns, block], matrix_RC.T, q_RE[:, block])
 
+    def cell_logits(self, prefix: int, cells: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the logits of single cells of a prefix (N,), where few cells matter and a tile would be a waste.
+
+        Args:
+            cells: Row and column of each cell (N,).
+        """
+        logits = [torch.linalg.vecdot(q_NE, d_NE) for _, _, q_NE, d_NE in self._cell_blocks(prefix, cells)]
+        logits_N = torch.cat(logits).mul_(self.scale)
+        if self._prefixes is not None:
+            inverse_q, inverse_d = self._inverse_norms[prefix]
+            logits_N *= inverse_q[cells[0]] * inverse_d[cells[1]]
+        return logits_N
+
     def backward_cells(
         self, prefix: int, cells: tuple[Tensor, Tensor], gradients_N: Tensor, out: EmbeddingGradients
     ) -> None:
@@ -249,21 +262,31 @@ class SimilarityTiles:
         Args:
             cells: Row and column of each cell (N,).
         """
-        dim = None if self._prefixes is None else self._prefixes.dims[prefix]
-        sides = (self._q[:, :dim], self._d[:, :dim])
-        at_once = max(1, self.tile_size**2 // sides[0].shape[1])  # the copies of both sides stay as large as a tile
-        parts = (values.split(at_once) for values in (*cells, gradients_N))
-        for rows, columns, slopes in zip(*parts, strict=True):
-            q_NE, d_NE = sides[0][rows].to(self.dtype), sides[1][columns].to(self.dtype)
-            slopes_N = self.scale * slopes
+        done = 0
+        for rows, columns, q_NE, d_NE in self._cell_blocks(prefix, cells):
+            slopes_N = self.scale * gradients_N[done : done + len(rows)]
+            done += len(rows)
             if self._prefixes is not None:
                 inverse_q, inverse_d = self._inverse_norms[prefix]
                 slopes_N *= inverse_q[rows] * inverse_d[columns]
                 moments_N = slopes_N * torch.linalg.vecdot(q_NE, d_NE)
                 out.row_moments_KQ[prefix].index_put_((rows,), moments_N, accumulate=True)
                 out.column_moments_KD[prefix].index_put_((columns,), moments_N, accumulate=True)
+            # Accumulating `index_put_` sorts the rows first: unlike `index_add_` on CUDA it adds in the same order.
+            dim = q_NE.shape[1]
             out.dq_QE[:, :dim].index_put_((rows,), d_NE.mul_(slopes_N[:, None]), accumulate=True)
             out.dd_DE[:, :dim].index_put_((columns,), q_NE.mul_(slopes_N[:, None]), accumulate=True)
+
+    def _cell_blocks(
+        self, prefix: int, cells: tuple[Tensor, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield rows, columns and copies of both sides of some cells at a time: the copies stay as large as a tile."""
+        dim = None if self._prefixes is None else self._prefixes.dims[prefix]
+        q_QE, d_DE = self._q[:, :dim], self._d[:, :dim]
+        at_once = max(1, self.tile_size**2 // q_QE.shape[1])
+        for rows, columns in zip(*(values.split(at_once) for values in cells), strict=True):
+            # Indexing copies, so that the caller may write into both even where the type stays.
+            yield rows, columns, q_QE[rows].to(self.dtype), d_DE[columns].to(self.dtype)
 
     def finish(self, out: EmbeddingGradients) -> Tensor:
         """Take the part along each prefix out of the gradients, after the last tile, and return dL/d(log scale)."""

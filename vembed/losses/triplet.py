@@ -11,8 +11,8 @@ counts up to their number V. The second has for each cell how many of its query'
 
     dL/dS_ij = |{p in P(i): S_ij > S_ip - margin}| / V        dL/dS_ip = -|{j in N(i): S_ij > S_ip - margin}| / V
 
-Hardest: one sweep finds the most similar negative of each query. It and listed negatives then are triplets of three
-rows, differentiated by themselves, one number for each.
+Hardest: one sweep finds the most similar negative of each query. It and listed negatives then make triplets of two
+cells, whose logits and gradients need no tile.
 
 Source: Hermans et al., 2017, "In Defense of the Triplet Loss for Person Re-Identification"; the most similar negative
 for every positive as in Faghri et al., 2018, "VSE++".
@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from vembed.batch import ranges
-from vembed.losses.base import relative_weights, to_device
+from vembed.device import to_device
+from vembed.losses.base import relative_weights
 from vembed.losses.cells import CellMap, named_mask, positive_mask
 from vembed.losses.streamed import (
     CellLoss,
@@ -36,7 +37,7 @@ from vembed.losses.streamed import (
     Statistics,
     Sweep,
     collect_rows,
-    differentiated,
+    empty_gradients,
     streamed_options,
 )
 from vembed.losses.tiles import pair_similarity, weighted_similarities
@@ -140,16 +141,18 @@ class TripletLoss(CellLoss):
         """Differentiate triplets (query, positive, negative), as many as pairs or as hard negatives."""
         tiles = self.tiles(batch, scale=1.0)
         triplets_K = self._hardest(batch, tiles) if self.negatives == "hardest" else self._listed(batch, tiles)
-
-        def excess(q_QE: Tensor, d_DE: Tensor) -> Tensor:
-            losses = []
-            for weight, dim, triplets in zip(self.prefix_weights, self.prefix_dims, triplets_K, strict=True):
-                q_TE = q_QE[triplets.queries_T]
-                near_T, far_T = (pair_similarity(q_TE, d_DE[each], dim) for each in triplets[1:3])
-                losses.append((self.margin - near_T + far_T).relu() @ triplets.weights_T * weight)
-            return torch.stack(losses).sum()
-
-        return differentiated(excess, tiles, batch, into)
+        out, loss = empty_gradients(tiles, batch, into), tiles.zeros()
+        for prefix, (weight, triplets) in enumerate(zip(self.prefix_weights, triplets_K, strict=True)):
+            near, far = (triplets.queries_T, triplets.positives_T), (triplets.queries_T, triplets.negatives_T)
+            excess_T = self.margin - tiles.cell_logits(prefix, near) + tiles.cell_logits(prefix, far)
+            weights_T = weight * triplets.weights_T
+            loss += excess_T.relu() @ weights_T
+            # A triplet that exceeds 0 pulls its positive nearer by as much as it pushes its negative away.
+            slopes_T = weights_T * (excess_T > 0)
+            tiles.backward_cells(prefix, near, -slopes_T, out)
+            tiles.backward_cells(prefix, far, slopes_T, out)
+        tiles.finish(out)
+        return LossGradients(loss, out.dq_QE, out.dd_DE, {})
 
     def _own_weights(self, batch: StreamedBatch, tiles: SimilarityTiles) -> Tensor:
         """Return the weights of this rank's queries over the mean of all, (Q,)."""

@@ -24,9 +24,9 @@ import numpy as np
 from vembed.batch import Composed, Features, Image, modality_of
 from vembed.data.augment import Augmenter
 from vembed.data.collate import collate
-from vembed.gradcache.calls import Passes
+from vembed.gradcache.chunks import RowAssignment
 from vembed.gradcache.engine import Pool
-from vembed.gradcache.row_assignment import RowAssignment
+from vembed.gradcache.passes import Passes
 from vembed.losses.base import BatchStructure
 from vembed.plan.devices import Devices
 from vembed.training.data import image_limits, prompted

@@ -38,7 +38,7 @@ from vembed.distributed.signals import StopSignal
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, MachineError, PreemptedError
 from vembed.evaluation.encode import ItemEncoder
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.memory import out_of_memory_advice
 from vembed.models.adapters.lora import has_adapters, takes_adapters

@@ -25,9 +25,8 @@ import torch
 
 from vembed.batch import MODALITY_WORDS, Features
 from vembed.evaluation.provenance import model_key
-from vembed.gradcache.calls import Pool, Retention, plan_calls
-from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.replay import RngState
+from vembed.gradcache.chunks import ChunkBudget, Pool, Retention, plan_calls
+from vembed.gradcache.passes import RngState
 from vembed.vectors.items import ItemVectors, StoredSide, distinct_items
 from vembed.vectors.store import FREE_SHARE
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from vembed.distributed.fsdp import ShardedEncoder
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
-    from vembed.gradcache.calls import Passes
+    from vembed.gradcache.passes import Passes
     from vembed.models.encoder import Encoder
     from vembed.vectors.items import SideItems
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vembed.gradcache.chunking import ChunkBudget, plan_chunks
+from vembed.gradcache.chunks import ChunkBudget, plan_chunks
 
 PAIRS = 32_768
 

@@ -1,4 +1,4 @@
-"""Bring the inputs of encoder calls to the device, one call ahead of the one that computes.
+"""Copies between the host and a device: of one tensor, and of inputs one encoder call ahead of the one that computes.
 
 A CUDA device copies on a stream of its own, out of page-locked memory: while it computes a call it copies the inputs of
 the next one, and this process waits for neither. Other devices get the inputs of a call when it is its turn; a CPU sees
@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from vembed.losses.base import to_device
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -32,8 +30,15 @@ CALLS_AHEAD = 1
 """Calls whose inputs are on their way while another one computes."""
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device through page-locked memory: a copy from other memory waits for the device's queue."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel() and torch.cuda.is_initialized():
+        tensor = tensor.pin_memory()  # itself where it is there already
+    return tensor.to(device, non_blocking=True)
+
+
 class Transfer:
-    """Brings inputs to a device, and what it computed to the host."""
+    """Copies of inputs to a device, and of results to the host, beside what the device computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,29 +56,30 @@ class Transfer:
         """
         if self._device.type != "cuda":
             for item in items:
-                yield item, {name: to_device(each, self._device) for name, each in make(item).items()}
+                yield item, {name: to_device(tensor, self._device) for name, tensor in make(item).items()}
             return
         sent: deque[tuple[T, dict[str, Tensor], torch.cuda.Event]] = deque()
         for item in items:
             sent.append((item, *self._send(make(item))))
             if len(sent) > CALLS_AHEAD:
-                yield self._received(*sent.popleft())
+                yield self._receive(*sent.popleft())
         while sent:
-            yield self._received(*sent.popleft())
+            yield self._receive(*sent.popleft())
 
     def _send(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event]:
         """Begin to copy inputs, and return the copies with the event of their arrival."""
         self._arriving = self._arriving or torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._arriving):
-            copies = {name: to_device(each, self._device) for name, each in inputs.items()}
+            copies = {name: to_device(tensor, self._device) for name, tensor in inputs.items()}
             return copies, self._arriving.record_event()
 
-    def _received(self, item: T, copies: dict[str, Tensor], arrival: torch.cuda.Event) -> tuple[T, dict[str, Tensor]]:
+    def _receive(self, item: T, copies: dict[str, Tensor], arrival: torch.cuda.Event) -> tuple[T, dict[str, Tensor]]:
         """Let the computation wait for copies, and keep them until it has run."""
         computing = torch.cuda.current_stream(self._device)
-        computing.wait_event(arrival)
-        for each in copies.values():
-            each.record_stream(computing)
+        computing.wait_event(arrival)  # the device waits, this process doesn't
+        for copy in copies.values():
+            # Without it the allocator would hand the memory to the next copy while this call still reads it.
+            copy.record_stream(computing)
         return item, copies
 
     def to_host(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from vembed.collector import collector_paused
 
 if TYPE_CHECKING:
-    from vembed.api.comparison import RunComparison, compare
-    from vembed.api.model import EmbeddingModel, load
-    from vembed.api.peer import Predictor, Trainer
+    from vembed.api.model import EmbeddingModel, Predictor, load
     from vembed.api.retrieval import EvaluationResult, Hit, IndexMeta, Searcher, build_index, evaluate, open_index
-    from vembed.api.training import RunResult, train
+    from vembed.api.training import RunResult, Trainer, compare, train
+    from vembed.comparison.compare import RunComparison
     from vembed.config.schema import Config
     from vembed.data.builtin import register_dataset
     from vembed.entrypoints.command import register_command
@@ -66,14 +65,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "vembed.api.comparison": ("RunComparison", "compare"),
-    "vembed.api.model": ("EmbeddingModel", "load"),
-    "vembed.api.peer": ("Predictor", "Trainer"),
+    "vembed.api.model": ("EmbeddingModel", "Predictor", "load"),
     "vembed.api.retrieval": (
         *("EvaluationResult", "Hit", "IndexMeta", "Searcher"),
         *("build_index", "evaluate", "open_index"),
     ),
-    "vembed.api.training": ("RunResult", "train"),
+    "vembed.api.training": ("RunResult", "Trainer", "compare", "train"),
+    "vembed.comparison.compare": ("RunComparison",),
     "vembed.config.schema": ("Config",),
     "vembed.errors": (
         *("ConfigError", "DataError", "MachineError", "NonFiniteError", "PreemptedError", "VembedError"),

@@ -108,7 +108,7 @@ def test_a_merge_that_was_stopped_evaluates_only_what_is_missing(
         (("--weights", "nan", "0.6"), "add up to 1"),
         (("--weights", "0.5", "0.5", "--guard", "near"), "leave one out"),
         (("--data", "there-is-none.jsonl"), "there-is-none.jsonl"),
-        (("--data", "near", "--steps", "0"), "--steps must be at least 1"),
+        (("--data", "near", "--steps", "0"), "--steps: must be >= 1, got 0"),
         (("--data", "near", "--metric", "ndgc@10"), "ndcg@10"),
     ],
 )

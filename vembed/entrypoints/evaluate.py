@@ -10,19 +10,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from vembed.config.messages import checked_section
 from vembed.data.keys import LabelKind
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
-from vembed.entrypoints.evaluate_mteb import evaluate_mteb
-from vembed.entrypoints.options import ModelOptions, check, option, parse_words, word
+from vembed.entrypoints.options import ModelOptions, check, parse_words
 from vembed.errors import ConfigError, ExitCode
 from vembed.evaluation.keys import Bm25Language
 from vembed.files import home_path, is_folder
-from vembed.models.keys import ModelKeys
 from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.registry import METRICS
-from vembed.section import Count, Name
+from vembed.section import Count, Name, option, word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +31,8 @@ if TYPE_CHECKING:
     from vembed.distributed.runtime import Runtime
     from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry
     from vembed.evaluation.benchmark.variants import Variant
+    from vembed.evaluation.mteb import TaskScore
+    from vembed.models.keys import ModelKeys
 
 BM25_NAMES = ("bm25", "BM25")
 """What BM25 is called among the models; a folder of that name is given as ./bm25."""
@@ -105,11 +104,6 @@ class EvaluateOptions(ModelOptions):
         """Sets of --data; none with --mteb."""
         return self.data or []
 
-    def model_keys(self, name: str) -> ModelKeys:
-        """Return how a model is read."""
-        given = {key: value for key, value in self.load_options().items() if key in ModelKeys.model_fields}
-        return checked_section(ModelKeys, {"model_name": name, **given})
-
 
 OPTIONS = EvaluateOptions
 
@@ -125,9 +119,9 @@ def _run(options: EvaluateOptions, *, command: str) -> int:
     _refuse_output(options)
     if options.mteb is not None:
         _refuse_without_effect(options, "--mteb measures as MTEB does", of_mteb=True)
-        _refuse_unread_code(options)
+        options.refuse_unread_code()
         with hold_output(options.output):
-            return evaluate_mteb(options)
+            return _evaluate_mteb(options)
     from vembed.data.sources import refuse_missing
     from vembed.data.splits import SourceOptions
 
@@ -192,9 +186,33 @@ def _refuse_without_effect(options: EvaluateOptions, said: str, *, of_mteb: bool
         raise ConfigError(f"{said}, and {named[0]} is no model of vectors: leave it out")
 
 
+def _evaluate_mteb(options: EvaluateOptions) -> int:
+    """Evaluate each model on MTEB's tasks, print a table, and leave MTEB's own files in the output."""
+    quiet_libraries()
+    from vembed.api.model import load
+    from vembed.evaluation.benchmark.names import model_labels
+    from vembed.evaluation.mteb import find_tasks, run_tasks, scores_table
+
+    labels = model_labels(options.models)
+    tasks = find_tasks(options.mteb or ())
+    folder = home_path(options.output) / "mteb"
+    scores: dict[str, list[TaskScore]] = {}
+    for name, label in zip(options.models, labels, strict=True):
+        model = load(name, **options.load_options())
+        scores[label] = []
+        for score in run_tasks(model, tasks, folder, batch_size=options.batch_size):
+            print(f"{label} on {score.task}: {score.measure} {score.value:.4f}", flush=True)
+            scores[label].append(score)
+        del model
+        gc.collect()  # two large models don't fit at once
+    print("\n" + "\n".join(scores_table(scores)))
+    print(f"\nwritten to {folder / 'results'}, in the form of MTEB's results repository")
+    return ExitCode.OK
+
+
 def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     """Measure how far the models' similarities follow the labels of pairs."""
-    _refuse_unread_code(options)
+    options.refuse_unread_code()
 
     import torch
 
@@ -236,13 +254,6 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     return ExitCode.OK
 
 
-def _refuse_unread_code(options: EvaluateOptions) -> None:
-    from vembed.api.loading import COMMIT
-
-    if options.trust_remote_code and not COMMIT.fullmatch(options.model_revision or ""):
-        raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")
-
-
 def _facts(runtime: Runtime, *packages: str) -> list[tuple[str, str]]:
     """Return what a result was made on and with."""
     facts = [
@@ -255,7 +266,7 @@ def _facts(runtime: Runtime, *packages: str) -> list[tuple[str, str]]:
 def _evaluate(options: EvaluateOptions, *, command: str) -> int:
     k = _cut_off(options.metric)
     variants = _variants(options)
-    _refuse_unread_code(options)
+    options.refuse_unread_code()
 
     from vembed.distributed.runtime import start_runtime
     from vembed.evaluation.benchmark.run import run_benchmark

@@ -18,11 +18,12 @@ from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import LAUNCHED_BY, process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
-from vembed.entrypoints.options import ConfigOptions, check, flags, option, parse_words
+from vembed.entrypoints.options import ConfigOptions, check, flags, parse_words
 from vembed.errors import ConfigError, ExitCode
 from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.registry import plugin_lines
+from vembed.section import option
 from vembed.training.guards import StopSignal
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.search.output import Format
+    from vembed.vectors.keys import Format
 
 _FACTS = (b"vembed", b"normalised", b"probe", b"sha256")
 BATCH_ROWS = 8192

@@ -19,6 +19,9 @@ REFERENCE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(
 SIGNS = {"minimum": -1, "exclusiveMinimum": 0, "maximum": 1, "exclusiveMaximum": 0}
 """Bound in a JSON schema -> the step from it to the nearest whole number that it refuses."""
 
+ZERO_IS_NONE = ("topk_tokens", "max_grad_norm", "save_steps")
+"""Keys whose 0 stands for null or auto, as other trainers write it."""
+
 
 def make(**values: object) -> Config:
     return Config.model_validate({"model_name": "some/model", **values})
@@ -55,6 +58,9 @@ class KeyContract:
                 if bound not in member:
                     continue
                 beyond = member[bound] + (step if member["type"] == "integer" else step * 1e-3)
+                if beyond == 0 and name in ZERO_IS_NONE:
+                    assert getattr(make(**{name: 0}), name) in (None, "auto")
+                    continue
                 with pytest.raises(ValidationError, match=name):
                     make(**{name: beyond})
 
@@ -91,7 +97,7 @@ class KeyContract:
                         configs.append(make(**beside, **{name: value}))
                     except ValidationError:
                         continue  # a rule wants more beside it: test_config_schema.py has its cases
-        assert len(configs) > 200
+        assert len(configs) > 180
         for config in configs:
             path.write_text(dump_config(config), "utf-8")
             assert load_config(path).config == config

@@ -48,7 +48,7 @@ WRITES = {
     "init": (("rows.jsonl", "-o", "OUT.yaml"), "OUT.yaml"),
     "mine": (("BAG", "--data", "rows.jsonl", "--range-max", "20", "--output", "OUT.jsonl"), "OUT.jsonl"),
     "merge": (("BAG", "OTHER", "--weights", "0.25", "0.75", "--output", "OUT"), "OUT"),
-    "encode": (("BAG", "--data", "builtin:shapes", "--text-column", "text", "--output", "OUT.parquet"), "OUT.parquet"),
+    "encode": (("BAG", "--data", "corpus.jsonl", "--output", "OUT.parquet"), "OUT.parquet"),
     "export": (("BAG", "--output", "OUT"), "OUT"),
     "data": (("check", "rows.jsonl", "--json", "OUT.json"), "OUT.json"),
 }

@@ -4,12 +4,16 @@ From Python: `train`, `load`, `evaluate`, `build_index` and `open_index` (docs/p
 imports no torch, so that `vembed train --validate` answers at once; the functions bring it along when first asked for.
 """
 
+from __future__ import annotations
+
+import gc
 import importlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vembed.collector import collector_paused
-
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vembed.api.model import EmbeddingModel, Predictor, load
     from vembed.api.retrieval import EvaluationResult, Hit, IndexMeta, Searcher, build_index, evaluate, open_index
     from vembed.api.training import RunResult, Trainer, compare, train
@@ -86,6 +90,21 @@ _MODULES = {
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 """Public name -> the module that has it; those of config and errors need no torch."""
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from running: it visits each of the million objects that imports, or rows, make.
+
+    They stay, or hold no cycles; blocks may stand in each other.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def __getattr__(name: str) -> object:

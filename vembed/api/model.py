@@ -48,6 +48,9 @@ def load(path_or_name: str | Path, /, **options: Unpack[LoadKeys]) -> EmbeddingM
 
     Args:
         path_or_name: A model's folder, the output folder of a run (its model/ is taken), or a hub id.
+        options: Keys of the model as docs/configuration.md has them; what is left out its own files say. Beside them
+            `device`, "cpu", "cuda" or "cuda:1" (default: the one that training would take), and `bf16`, which encodes
+            in bfloat16 mixed precision. `trust_remote_code` needs `model_revision` to be a commit.
 
     Raises:
         ConfigError: There is no such model, or it needs what isn't allowed.

@@ -11,9 +11,9 @@ from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import held_output, run_command, run_with_output
 from vembed.entrypoints.options import ModelOptions, PictureOptions, check, parse_words
 from vembed.errors import ConfigError
-from vembed.extras import import_extra
 from vembed.files import home_path
 from vembed.redact import redact
+from vembed.registry import import_extra
 from vembed.search.output import output_form, refuse_taken
 from vembed.section import Name, option, word
 from vembed.vectors.keys import IndexKeys

@@ -11,9 +11,9 @@ from vembed.entrypoints.command import held_output, quiet_libraries, run_command
 from vembed.entrypoints.options import WRITING_HEADINGS, TrustOptions, check, parse_words
 from vembed.errors import ConfigError, ExitCode
 from vembed.evaluation.keys import CardKeys
-from vembed.extras import import_extra
 from vembed.files import clean_beside, home_path
 from vembed.redact import redact
+from vembed.registry import import_extra
 from vembed.section import option, word
 from vembed.training.guards import StopSignal
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if not __package__:  # started as a file: Python put this folder on the path, where the package's parent belongs
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from vembed.collector import collector_paused
+from vembed import collector_paused
 from vembed.config.load import file_values, load_config
 from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import LAUNCHED_BY, process_env

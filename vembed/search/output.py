@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args
 
 from vembed.errors import ConfigError
-from vembed.extras import import_extra
 from vembed.files import home_path, is_file, is_folder
+from vembed.registry import import_extra
 from vembed.vectors.keys import Format
 
 if TYPE_CHECKING:

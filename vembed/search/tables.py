@@ -31,8 +31,8 @@ import numpy as np
 
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.quantized import index_of, write_faiss
-from vembed.extras import import_extra
 from vembed.files import file_sha256, is_file, is_folder, new_file, new_folder
+from vembed.registry import import_extra
 from vembed.search.format import (
     DOCUMENTS_FILE,
     INDEX_FILE,

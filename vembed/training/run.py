@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from vembed import collector_paused
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.collector import collector_paused
 from vembed.config.record import config_hash, dump_config, hashed_values, plain_values
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.shards import total_norm

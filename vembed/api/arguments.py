@@ -47,12 +47,15 @@ def errors_name_arguments(
         yield
     except VembedError as error:
         text = str(error)
+        # The file of rows in memory is ours: a line of it is a row of the argument, counted from 1.
         for argument, path in (files or {}).items():
             text = re.sub(rf"{re.escape(path.name)}:(\d+)", rf"{argument}, row \1", text)
             text = text.replace(str(path), argument).replace(path.name, argument)
+        # Whole words alone: `data_path` stands within val_data_path.
         for key, argument in (keys or {}).items():
             text = re.sub(rf"\b{key}\b", argument, text)
         if options:
+            # Messages of the command line name options; one that the call lacks stays, as that of another program.
             text = re.sub(r"(\w+) \(--[a-z-]+\)", r"\1", text).replace("vembed encode", "vembed.build_index")
             text = _OPTION.sub(lambda match: _argument(match, {*options}), text)
         error.args = (text, *error.args[1:])

@@ -241,6 +241,7 @@ class EmbeddingModel:
         refuse_other_modalities(items, self.takes, self.name)
         encode = self.item_encoder(batch_size)
         vectors = encode(items, side)
+        # One pass over the vectors finds damaged weights here and not as a ranking that means nothing.
         bad = np.flatnonzero(~np.isfinite(values_of(vectors)).all(axis=1))
         if bad.size:
             row = int(bad[0])
@@ -382,6 +383,7 @@ def form_of(
     if quantize == "binary":
         return np.packbits(short_NE > 0, axis=1)
     if quantize == "int8":
+        # tiny keeps a row of zeros from dividing by zero: its codes are zeros.
         largest_N = np.abs(short_NE).max(axis=1, keepdims=True, initial=np.finfo(np.float32).tiny)
         codes_NE: NDArray[np.int8] = np.rint(short_NE / largest_N * _LARGEST).astype(np.int8)
         return codes_NE

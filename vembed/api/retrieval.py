@@ -145,6 +145,7 @@ def index_corpus(
     limits = model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits()
     with ExitStack() as stack:
         form = output_form(folder, keys.format)
+        # The first rank holds the folder for all; its refusal is raised on each of them.
         ranks.from_first(lambda: stack.enter_context(hold_output(folder, beside=True)))
         path = stack.enter_context(path_of(data, limits))
         refuse_taken(folder, path, overwrite=keys.overwrite)
@@ -218,6 +219,8 @@ def open_for_queries(
         raise ConfigError(f"rescored is {rescored}; it is at least 0")
     index = SearchIndex(unpacked(path) if is_table(path) else path, rescored=rescored, place=path)
     meta = index.meta
+    # An index keeps what was said about its model, as other prompts or lengths would give vectors that don't compare.
+    # What allows code or pickles is never read from it: a folder must not be able to allow itself anything.
     if not isinstance(model, EmbeddingModel):
         kept = {name: value for name, value in meta.model_options.items() if name in VECTOR_OPTIONS}
         if model is not None:

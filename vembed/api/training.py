@@ -98,6 +98,7 @@ def train(
         Exception: What a callback has raised; the same call continues after its step.
     """
     asked = Callbacks(callbacks)
+    # Every argument becomes a key, so that one set of rules and messages judges them all.
     overrides: dict[str, object] = dict(keys)
     rows: dict[str, Any] = {}  # key -> rows in memory, by the path that they will get
     _add(overrides, "model_name", model, "model")
@@ -112,11 +113,13 @@ def train(
     given = {"model_name": model, "loss_type": loss, "data_path": data, "val_data_path": val_data}
     given |= {"test_data_path": test_data}
     named = {key: argument for key, argument in _ARGUMENTS.items() if given[key] is not None}
+    # Errors speak of keys; the caller wrote arguments, so only those that were given are renamed.
     base = _base(config)
     if config is None and not overrides.keys() & {"model_name", "model_name_or_path", "text_model_name"}:
         raise ConfigError('model is missing: a hub id, a folder, or one from scratch, model="builtin:ngram-bag"')
     files: dict[str, Path] = {}  # argument -> the file of its rows
     with errors_name_arguments(files, named), ExitStack() as held:
+        # First with the names of the arguments as paths: a wrong key is refused before rows are written anywhere.
         loaded = load_values(base, overrides)
         if loaded.config.data is None and loaded.config.data_path is None:
             raise DataError(f'data is missing: rows, a path, or a set that is built in, data="{SUGGESTED_SET}"')
@@ -128,6 +131,7 @@ def train(
             made = held.enter_context(_rows_of_runs_only(Path(loaded.config.output_dir)))
             files |= _written(rows, loaded.config, made)
             overrides |= {_DATA_KEYS[name]: str(path) for name, path in files.items()}
+            # Then with the files of the rows. Their names are hashes of what they hold: the same call continues.
             loaded = load_values(base, overrides)
         return _run(loaded, _command(config, overrides), asked)
 
@@ -181,6 +185,7 @@ class RunResult(FinishedRun):
         except ImportError as error:
             raise MachineError("plot() needs matplotlib; install it with: pip install matplotlib") from error
 
+        # Made here, as matplotlib is no dependency: nothing imports it before a plot is asked for.
         class Plot(Figure):
             """A figure that a notebook shows, whatever matplotlib's backend is."""
 
@@ -309,6 +314,7 @@ def _rows_of_runs_only(output: Path) -> Iterator[list[Path]]:
     is_new = not folder.exists()
     try:
         yield made
+    # Rows of a run that was refused belong to nobody; those that an earlier run reads stay.
     except BaseException:
         config = output / "config.yaml"
         read = config.read_text("utf-8") if config.is_file() else ""

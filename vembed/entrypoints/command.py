@@ -134,6 +134,7 @@ def run_command(
 
 
 def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, watchdog: Watchdog) -> int:
+    # The tokenizers' threads would deadlock in forked data workers; the library warns on each fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         process = process_env()
@@ -146,18 +147,22 @@ def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, w
     if process.world_size > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is named here, not by torch's sockets
     prefix = f"rank {process.rank}: " if process.world_size > 1 else ""
+    # From here on errors end in one message and a code. Nothing of the interpreter's own is printed but for bugs.
     with printed_lines(to_stderr=log_to_stderr, errors_only=process.rank > 0):
         try:
             return _while_read(command)
         except KeyboardInterrupt as error:
             return _end(watchdog, error, code=ExitCode.INTERRUPTED, message="interrupted", prefix=prefix)
         except (Exception, LeaveNow) as error:
+            # A signal that arrives within a library's call may come out as that library's error.
             left = stop_behind(error)
             if left is not None:
                 return _end(watchdog, left, code=left.exit_code, message=f"{left}{watchdog.words}", prefix=prefix)
             if isinstance(error, VembedError):
                 return _end(watchdog, error, code=error.exit_code, message=str(error), prefix=prefix)
             message = redact(f"{type(error).__name__}: {error}")
+            # A bug. One process alone shows its traceback through the interpreter; of several, the one that failed
+            # first shows it, and the others say whom they follow.
             reported = watchdog.report(error, code=UNEXPECTED_CODE, message=message)
             if reported is None:
                 sys.excepthook = _show_traceback
@@ -188,6 +193,7 @@ def _is_closed(stream: TextIO | None) -> bool:
     """Return whether a stream is a pipe without a reader."""
     if stream is None:
         return False
+    # Asking costs nothing and writes nothing: a write would be the second SIGPIPE.
     poll = select.poll()
     poll.register(stream, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -238,6 +244,7 @@ def quiet_libraries() -> None:
         transformers.utils.logging.disable_progress_bar()
     if datasets is not None:
         datasets.disable_progress_bars()
+    # Each process would print the same warnings again.
     if process_env().rank > 0:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         if transformers is not None:

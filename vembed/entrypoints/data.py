@@ -85,6 +85,7 @@ def _check(given: Mapping[str, Any], command: str) -> int:
     from vembed.data_check.report import check_page, terminal_lines, write_html, write_json
 
     encode = _encoder(options, options.batch_size)
+    # Rows and vectors that don't fit memory go there.
     with tempfile.TemporaryDirectory(prefix="vembed-check-") as folder:
         checked = check_data(options.path, rows, against, Path(folder), encode)
         for line in terminal_lines(checked):
@@ -115,6 +116,7 @@ def _source(options: CheckOptions | ShowOptions, role: Role, split: str | None) 
     from vembed.losses.registry import RunLoss
 
     name = options.loss_type or ("cosent" if options.label_kind in ("pair", "grade") else "infonce")
+    # Which columns are read follows from the loss: another one reads other columns of the same rows.
     if name not in LOSSES:
         LOSSES.load(name)  # refuses it with the nearest name
     named = ("PATH", "--split") if role == "train" else ("--against", "--against-split")

@@ -66,6 +66,7 @@ def _run(given: Mapping[str, Any]) -> int:
     checks = check_machine(facts, odd)
     if not options.as_json:
         print(show_facts(facts, variables))
+    # Text appears as it is found, since the self test takes a while; JSON comes whole at the end.
     tested = {} if options.no_self_test else self_tests(len(facts.devices))
     if not options.as_json:
         print(show_tests(tested, skipped=options.no_self_test))

@@ -63,6 +63,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], watchdog: Watchdog) -> 
     ):  # importing it takes a second, and comes before its settings
         import_extra("ray", "ray", "--ray")
     output = home_path(options.output)
+    # The name of the output decides the form, so a contradiction is told before anything is read.
     form = output_form(output, options.format)
     from vembed.data.corpus import Corpus
 
@@ -81,6 +82,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], watchdog: Watchdog) -> 
         model_options = options.load_options()
         if options.ray is not None:
             model_options["device"] = "cpu"  # the workers encode, and may need the whole GPU
+        # On several processes each one loads the model; only the first one writes.
         model = load(options.model, **model_options)
         meta = index_corpus(model, options.data, options.output, options, ranks=runtime.ranks, poll=stop.poll)
         if runtime.ranks.is_first:

@@ -136,6 +136,7 @@ def _refuse_output(options: EvaluateOptions) -> None:
     from vembed.data.presets import preset_path
     from vembed.models.names import MODEL_FOLDER, is_run
 
+    # The folder of a run holds its model below model/: naming either means both.
     places = [preset.folder if (preset := preset_path(path)) else home_path(path) for path in options.sets]
     for model in (home_path(name).resolve() for name in options.models if name not in BM25_NAMES):
         run = model.parent if model.name == MODEL_FOLDER and is_run(model.parent) else model
@@ -163,6 +164,7 @@ def _measures_pairs(options: EvaluateOptions) -> bool:
 
 def _refuse_without_effect(options: EvaluateOptions, said: str, *, of_mteb: bool = False) -> None:
     """Refuse options that have no effect beside another; `said` says which, and what it does."""
+    # An option at its default asks for nothing; any other value would be dropped without a word.
     without_effect = {
         "--metric": options.metric != DEFAULT_METRIC,
         "--bm25": options.bm25,
@@ -237,6 +239,7 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     sets = [replace(each, name=name) for each, name in zip(sets, names, strict=True)]
     runtime = start_runtime(deterministic=False)
     dtype = torch.bfloat16 if options.bf16 else None
+    # Pairs by model: of each set a dictionary label -> (n,) similarities. Vectors are gone with their model.
     similarities: list[dict[str, NDArray[np.float32]]] = [{} for _ in sets]
     with StopSignal(advice="run the same command again") as stop:
         for name, label in zip(options.models, model_labels(options.models), strict=True):
@@ -264,6 +267,7 @@ def _facts(runtime: Runtime, *packages: str) -> list[tuple[str, str]]:
 
 
 def _evaluate(options: EvaluateOptions, *, command: str) -> int:
+    # All that words alone can get wrong is told before torch is imported and before a set is read.
     k = _cut_off(options.metric)
     variants = _variants(options)
     options.refuse_unread_code()
@@ -279,6 +283,7 @@ def _evaluate(options: EvaluateOptions, *, command: str) -> int:
     runtime = start_runtime(deterministic=False)
     with StopSignal(advice="what is done is kept, and the same command continues") as stop:
         settings = _benchmark_options(options, device=runtime.device, variants=variants, k=k, poll=stop.poll)
+        # Word matching has no weights: run_benchmark evaluates it by its language.
         models = [_model_keys(options, name) for name in options.models if name not in BM25_NAMES]
         entries = []
         for entry in run_benchmark(models, options.sets, options.output, settings):

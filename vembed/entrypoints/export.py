@@ -80,6 +80,7 @@ def _export(options: ExportOptions, from_checkpoint: Path) -> int:
     from vembed.publishing.card import card_files, spelled
 
     quiet_libraries()
+    # Words on the card are refused before the model is loaded, which takes seconds to minutes.
     owner = spelled(options)
     if options.checkpoint is None:
         model, run = locate_model(options.model)
@@ -102,6 +103,7 @@ def _request(options: ExportOptions, model: str) -> ExportRequest:
 
     keys = options.model_keys(model)
     graphs, form = None, options.format
+    # Graphs are a part of a sentence-transformers folder, whose library picks them up by their names.
     if form == "onnx":
         for name in ("onnx", "onnxruntime", "onnxscript"):
             import_extra(name, "onnx", "--format onnx")
@@ -137,6 +139,7 @@ def _print(exported: Exported, output: Path, license_id: str | None) -> None:
     from vembed.models.export.graph import LEAST
     from vembed.pages.text import bytes_text
 
+    # The difference is that of reading back alone; rounding is told apart, as it was asked for.
     dtype = str(exported.dtype).removeprefix("torch.")
     print(f"read back by {' and '.join(exported.readers)}: {exported.num_items} sample items, largest difference "
           f"{exported.difference:.2g}")  # fmt: skip

@@ -74,6 +74,7 @@ def _run(given: Mapping[str, Any]) -> int:
     for name, value in values.items():
         written = write_mapping({name: value}).strip()
         lines.append(f"{written}  # {comments.get(name) or _meaning(name)}")
+    # The file appears only once it is valid; a draft that fails is gone, and what stood there before is untouched.
     draft = output.with_name(f".{os.getpid()}-{output.name}")  # of the same suffix, which a configuration goes by
     try:
         draft.write_text("\n".join([*lines, ""]), "utf-8")
@@ -127,6 +128,7 @@ def _chosen(data: str, model: str | None, test: list[str] | None) -> tuple[dict[
         values |= {"epochs": SCRATCH_EPOCHS, "learning_rate": rate}
         comments["epochs"] = "passes over the training data; many, as the model starts from random weights"
         comments["learning_rate"] = "peak, after the warmup; high, as the model starts from random weights"
+    # In-batch negatives need other rows: an epoch should be at least four batches.
     while len(rows) < FEW_ROWS and rows and values["batch_size"] > max(2, len(rows) // 4):
         values["batch_size"] //= 2
     values["output_dir"] = f"runs/{name}"
@@ -174,6 +176,7 @@ def _supervision(columns: ColumnsRead, rows: Sequence[Mapping[str, Any]]) -> dic
     numbers = [number for cell in cells if (number := _number(cell)) is not None]
     if not numbers or len(numbers) < len(cells):
         return {}
+    # 0 and 1 beside two texts are yes and no; only numbers between or beyond them are grades.
     if set(numbers) <= {0, 1}:
         kind = "pair"
     elif {"query", "positive"} <= {*columns.used} or any(number != int(number) for number in numbers):

@@ -55,6 +55,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str) -> int:
     with held_output(output, words, overwrite=options.overwrite, clean=clean) as is_finished:
         if is_finished:
             return ExitCode.OK
+        # Behind the lock: a command that is refused, or has nothing left to do, imports no torch.
         import torch
 
         from vembed.distributed.runtime import start_runtime

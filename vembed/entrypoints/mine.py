@@ -125,6 +125,7 @@ def _mine(
     from vembed.mining.task import MiningTask
     from vembed.pages.write import write_page
 
+    # Every rank encodes its share and reads the shares of the others; the first one alone writes and prints.
     seconds, ranks = Seconds(), runtime.ranks
     with seconds.part("read data"):
         loaded = load_records(options.data, source)

@@ -53,6 +53,7 @@ OPTIONS = PlanOptions
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Show how a run would train, here or on other devices."""
     given = parse_words(PlanOptions, arguments, program=program)
+    # The plan of this machine is what `vembed train --plan` prints, data and model read: the same code says it.
     if not given.keys() & {"devices", "model_config_file", "as_json", "records"}:
         return train.main([*arguments, "--plan"], program=program)
     return run_command(lambda: _run(given), log_to_stderr="as_json" in given)
@@ -73,6 +74,7 @@ def _run(given: Mapping[str, Any]) -> int:
 
     quiet_libraries()
     if not elsewhere:
+        # A plan that is only printed must not touch the folder of a run that may be there.
         with TemporaryDirectory(prefix="vembed-plan-") as folder:
             run_from_config(
                 loaded.config.model_copy(update={"output_dir": folder}),

@@ -87,6 +87,7 @@ def _run(given: Mapping[str, Any]) -> int:
     refuse_without_tower(searcher, options.query, options.image, name=str(options.index))
     if options.k > len(searcher):
         print(f"k = {options.k} is over the size of the index: {len(searcher)} documents are ranked.", file=sys.stderr)
+    # A corpus may hold any bytes: a terminal that can't show one gets an escape and not an error.
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")

@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     given = parse_words(TrainOptions, words, program=program)
+    # Words behind --help and in the report are those of the user, not of the launcher.
     called = os.environ.get(LAUNCHED_BY, program)  # a process of several: as the user called the first one
     watchdog, stop = Watchdog(), StopSignal(at_once=True)
     watchdog.words.doing = "starting"
@@ -72,6 +73,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: 
     if options.details and options.mode != "plan":
         raise ConfigError("--details belongs to --plan: add --plan, or leave it out")
     loaded = _load(options)
+    # Validation stops short of torch: it answers in under a second, and importing torch takes several.
     if options.mode == "validate":
         from vembed.training.wiring.early import refuse_wrong_run
 
@@ -79,8 +81,10 @@ def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: 
         _say_valid(loaded)
         return ExitCode.OK
     mode: Mode = options.mode
+    # Several seeds are several processes; this one only waits, and never loads torch.
     if loaded.config.seeds is not None and mode == "train":
         return _train_seeds(loaded.config, options, command_line(called, words))
+    # The lock on the output outlives everything that writes there: it is entered first and left last.
     with ExitStack() as held:
         if not process_env().is_launched:  # what can be told before torch is imported, which takes seconds
             from vembed.training.trackers.registry import refuse_missing_packages
@@ -92,6 +96,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: 
                 held.enter_context(hold_output(Path(loaded.config.output_dir)))
             if mode != "plan":
                 refuse_wrong_output(loaded.config)
+        # Counting devices needs torch, so it comes behind all that can be refused without.
         num_processes = 1 if mode == "plan" else _processes_to_start(loaded.config)
         if num_processes > 1:
             held.close()  # the first of them holds it
@@ -156,6 +161,7 @@ def _load(options: TrainOptions) -> LoadedConfig:
     path = options.path
     if path is None and not overrides:
         raise ConfigError("name a configuration: vembed train CONFIG; vembed init DATA writes one")
+    # A file of DeepSpeed's is JSON too: its own keys would each be unknown, so it gets one answer for all.
     try:
         return load_config(path, overrides)
     except ConfigError:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import vembed
-from vembed.collector import collector_paused
+from vembed import collector_paused
 from vembed.models.ngram_bag import NgramBag
 
 

@@ -1,5 +1,6 @@
 """The documents are true: links resolve, commands parse, files that they name exist."""
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -8,22 +9,8 @@ import pytest
 
 from vembed.config.load import load_config
 from vembed.config.schema import Config
-from vembed.entrypoints import (
-    compare,
-    data,
-    doctor,
-    encode,
-    evaluate,
-    export,
-    merge,
-    mine,
-    plan,
-    push,
-    search,
-    sweep,
-    train,
-)
-from vembed.entrypoints.options import check, parse_words
+from vembed.entrypoints import train
+from vembed.entrypoints.options import check, parse_action, parse_words
 from vembed.losses.registry import loss_section
 from vembed.registry import COMMANDS, LOSSES
 
@@ -54,16 +41,12 @@ def test_every_command_is_one_that_the_program_takes(document: Path) -> None:
             load_config(ROOT / options.path, options.config_override)
         elif words[0] == "vembed":
             assert words[1] in COMMANDS
-            parsers = {
-                "compare": compare, "data": data, "doctor": doctor, "encode": encode, "evaluate": evaluate,
-                "export": export, "merge": merge, "mine": mine, "plan": plan, "push": push, "search": search,
-                "sweep": sweep,
-            }  # fmt: skip
-            if words[1] in ("evaluate", "mine"):
-                section = parsers[words[1]].OPTIONS
-                check(section, parse_words(section, words[2:], program=f"vembed {words[1]}"))
-            elif words[1] in parsers:
-                parsers[words[1]].parse_arguments(words[2:], program=f"vembed {words[1]}")
+            module = importlib.import_module(f"vembed.entrypoints.{words[1]}")
+            if words[1] == "data":
+                action, given = parse_action("", module.ACTIONS, words[2:], program="vembed data")
+                check(module.ACTIONS[action][0], given)
+            else:
+                check(module.OPTIONS, parse_words(module.OPTIONS, words[2:], program=f"vembed {words[1]}"))
         elif words[0] == "make":
             assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
         elif words[:1] == ["python"]:

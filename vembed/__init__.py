@@ -4,17 +4,20 @@ From Python: `train`, `load`, `evaluate`, `build_index` and `open_index` (docs/p
 imports no torch, so that `vembed train --validate` answers at once; the functions bring it along when first asked for.
 """
 
+from __future__ import annotations
+
+import gc
 import importlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vembed.collector import collector_paused
-
 if TYPE_CHECKING:
-    from vembed.api.comparison import RunComparison, compare
-    from vembed.api.model import EmbeddingModel, load
-    from vembed.api.peer import Predictor, Trainer
+    from collections.abc import Iterator
+
+    from vembed.api.model import EmbeddingModel, Predictor, load
     from vembed.api.retrieval import EvaluationResult, Hit, IndexMeta, Searcher, build_index, evaluate, open_index
-    from vembed.api.training import RunResult, train
+    from vembed.api.training import RunResult, Trainer, compare, train
+    from vembed.comparison.compare import RunComparison
     from vembed.config.schema import Config
     from vembed.data.builtin import register_dataset
     from vembed.entrypoints.command import register_command
@@ -66,14 +69,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "vembed.api.comparison": ("RunComparison", "compare"),
-    "vembed.api.model": ("EmbeddingModel", "load"),
-    "vembed.api.peer": ("Predictor", "Trainer"),
+    "vembed.api.model": ("EmbeddingModel", "Predictor", "load"),
     "vembed.api.retrieval": (
         *("EvaluationResult", "Hit", "IndexMeta", "Searcher"),
         *("build_index", "evaluate", "open_index"),
     ),
-    "vembed.api.training": ("RunResult", "train"),
+    "vembed.api.training": ("RunResult", "Trainer", "compare", "train"),
+    "vembed.comparison.compare": ("RunComparison",),
     "vembed.config.schema": ("Config",),
     "vembed.errors": (
         *("ConfigError", "DataError", "MachineError", "NonFiniteError", "PreemptedError", "VembedError"),
@@ -88,6 +90,21 @@ _MODULES = {
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 """Public name -> the module that has it; those of config and errors need no torch."""
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from running: it visits each of the million objects that imports, or rows, make.
+
+    They stay, or hold no cycles; blocks may stand in each other.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def __getattr__(name: str) -> object:

@@ -241,6 +241,23 @@ def _import(name: str) -> ModuleType:
             raise ConfigError(_failure(name, error)) from error
 
 
+def import_extra(module: str, extra: str, what: str) -> Any:
+    """Import a module of an extra.
+
+    Args:
+        what: What needs it, for the message: "--mteb".
+
+    Raises:
+        ConfigError: The package isn't installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f'{what} needs {module.partition(".")[0]}, which is missing: pip install "vembed[{extra}]"'
+        ) from error
+
+
 @contextmanager
 def _current_folder_first() -> Iterator[None]:
     """Search the current folder first, as `python -m` does; afterwards last, for what a plugin imports later."""

@@ -142,6 +142,7 @@ def key(
     choices: Sequence[str] = (),
     form: str | None = None,
     acts_with: Mapping[str, Sequence[object]] | None = None,
+    load: Literal["reads", "vectors"] | None = None,
 ) -> Any:
     """Declare a key of a section.
 
@@ -153,8 +154,12 @@ def key(
         form: Short description of `choices` for messages and the reference.
         acts_with: Other key -> its values with which this key has an effect, the one to advise first. {"minimum": 2}
             stands for 2 and more.
+        load: For keys that `vembed.load` takes too: "reads" for how a model is read, "vectors" for what changes its
+            vectors, so that an index must keep it.
     """
     facts: dict[str, Any] = {"on_resume": on_resume}
+    if load is not None:
+        facts["load"] = load
     if unit is not None:
         facts["unit"] = unit
     if acts_with is not None:
@@ -166,9 +171,41 @@ def key(
     return Field(default, description=meaning, pattern=pattern, json_schema_extra=facts)
 
 
+def word(metavar: str, meaning: str, default: Any = ...) -> Any:
+    """Declare a positional word of a command; a list takes one or more."""
+    return Field(default, description=meaning, json_schema_extra={"word": metavar})
+
+
+def option(
+    default: Any,
+    meaning: str,
+    *,
+    metavar: str | None = None,
+    spellings: Sequence[str] = (),
+    one_of: str | None = None,
+    bare: Any = None,
+    one_word: bool = False,
+) -> Any:
+    """Declare an option of a command; a boolean is a flag, a Literal a choice, a list takes words and may be repeated.
+
+    The capability behind it may have it as a keyword argument in Python too: the field's name is the argument's.
+
+    Args:
+        default: `...` for an option that must be given.
+        spellings: The option's names, where they don't follow from the field's.
+        one_of: Options with the same text here exclude each other; with "!" at its end one of them must be given.
+        bare: Value of the option without a word behind it.
+        one_word: Whether a list takes one word each time, so that a positional word may follow it.
+    """
+    facts = {"metavar": metavar, "one_of": one_of, "bare": bare, "one_word": one_word}
+    return Field(
+        default, description=meaning, json_schema_extra=facts | ({"spellings": list(spellings)} if spellings else {})
+    )
+
+
 def facts_of(info: FieldInfo) -> dict[str, Any]:
-    """Return what `key` says beside type, default and meaning."""
-    assert isinstance(info.json_schema_extra, dict)  # every field of a section is made by `key`
+    """Return what the declaration of a field says beside type, default and meaning."""
+    assert isinstance(info.json_schema_extra, dict)  # `key`, `word` and `option` make every field of a section
     return info.json_schema_extra
 
 

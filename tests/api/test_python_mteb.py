@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import vembed
-from vembed.api.mteb import find_tasks
 from vembed.entrypoints.evaluate import main
 from vembed.errors import ConfigError
+from vembed.evaluation.mteb import find_tasks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,7 +90,9 @@ def test_a_loaded_model_goes_into_mteb_and_scores_as_ours(transformer: Path, fru
 def test_the_revision_tells_models_apart_by_what_their_files_say(
     transformer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.api.mteb.import_extra", lambda *words: SimpleNamespace(ModelMeta=SimpleNamespace))
+    monkeypatch.setattr(
+        "vembed.evaluation.mteb.import_extra", lambda *words: SimpleNamespace(ModelMeta=SimpleNamespace)
+    )
     shutil.copytree(transformer, tmp_path / "moved")
     shutil.copytree(transformer, tmp_path / "other")
     path = tmp_path / "other" / "1_Pooling" / "config.json"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import vembed
-from vembed.api.vectors import Scoring, form_of
+from vembed.api.model import Scoring, form_of
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 TEXTS = ["apple pie", "a train at noon", "sort the list, please, and then sort it once more", "x"]

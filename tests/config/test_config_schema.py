@@ -612,21 +612,13 @@ def test_two_configs_share_no_mapping() -> None:
     assert default_of("column_mapping") == {}
 
 
-def test_every_key_is_documented_and_in_one_section() -> None:
+def test_every_key_is_in_one_section_and_says_whether_it_may_change_on_resume() -> None:
     names = [name for title in SECTIONS for name in section_keys(title)]
     assert names == list(key_names())
     assert set(names) == set(fields())
     assert len(names) == len(set(names))
     for name, schema in key_schemas().items():
-        assert schema["description"].endswith("."), name
-        assert "\n" not in schema["description"], name
         assert schema["on_resume"] in ("harmless", "refused"), name
-
-
-def test_every_default_is_a_value_that_its_key_takes() -> None:
-    for name in key_names():
-        if name != "model_name":
-            assert getattr(make(**{name: default_of(name)}), name) == default_of(name)
 
 
 def test_the_metrics_are_the_ones_that_evaluation_computes() -> None:

@@ -13,7 +13,7 @@ import accelerate.utils
 import pytest
 import torch
 
-from vembed.api.loading import device_named
+from vembed.api.arguments import device_named
 from vembed.distributed import runtime
 from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.runtime import describe_machine, local_device, start_runtime

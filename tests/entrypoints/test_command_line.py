@@ -131,16 +131,6 @@ def test_only_one_of_the_three_looks_at_a_time(site: Site, tmp_path: Path) -> No
     assert "not allowed with argument" in refused.err
 
 
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"], program="python run.py")
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert "usage: python run.py" in text
-    for option in ("CONFIG", "--config", "--config_override", "--resume", "--plan", "--validate", "--dry-run"):
-        assert option in text
-
-
 def test_a_json_configuration_is_the_same_run(site: Site, tmp_path: Path) -> None:
     keys = site.keys() | {"output_dir": str(tmp_path / "out")}
     yaml_run = run_here(write_config(tmp_path, keys), "--plan")

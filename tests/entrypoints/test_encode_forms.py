@@ -112,7 +112,7 @@ def test_an_index_of_few_bits_is_ranked_by_the_full_vectors(
     assert len(index) == 144
     small, large = ((tmp_path / name / "index.faiss").stat().st_size for name in ("few", "exact"))
     assert small < large / 2
-    assert "--rescore must be at least 0" in call("search", tmp_path / "few", "x", "--rescore", -1).err
+    assert "--rescore: must be >= 0" in call("search", tmp_path / "few", "x", "--rescore", -1).err
 
 
 def test_an_encoding_goes_on_behind_its_last_whole_slice(

@@ -31,7 +31,7 @@ def test_what_ray_cannot_do_is_refused(
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     words = ("encode", bag, "--data", corpus, "--output", tmp_path / "index")
     assert "--ray-workers is for --ray" in call(*words, "--ray-workers", 2).err
-    assert "--ray-workers must be at least 1, got 0" in call(*words, "--ray", "--ray-workers", 0).err
+    assert "--ray-workers: must be >= 1, got 0" in call(*words, "--ray", "--ray-workers", 0).err
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "ray", None)
         missing = call(*words, "--ray")

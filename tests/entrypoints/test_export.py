@@ -23,7 +23,8 @@ import yaml
 from command_cases import ROOT, environment, run_keys
 
 import vembed.training.card
-from vembed.entrypoints.export import main, parse_arguments
+from vembed.entrypoints.export import ExportOptions, main
+from vembed.entrypoints.options import check, parse_words
 from vembed.models.export.write import TOLERANCE
 from vembed.models.exportable import sample_pngs
 from vembed.models.keys import ModelKeys
@@ -362,5 +363,6 @@ def test_the_command_is_listed_and_its_help_names_every_form() -> None:
     assert done.returncode == 0
     for word in ("sentence-transformers", "transformers", "open_clip", "--license", "--dtype", "--overwrite"):
         assert word in done.stdout
-    parsed = parse_arguments(["run", "--output", "mine"], program="vembed export")
-    assert (parsed.format, parsed.dtype, parsed.license, parsed.overwrite) == ("auto", None, None, False)
+    words = ["run", "--output", "mine"]
+    options = check(ExportOptions, parse_words(ExportOptions, words, program="vembed export"))
+    assert (options.format, options.dtype, options.license, options.overwrite) == ("auto", None, None, False)

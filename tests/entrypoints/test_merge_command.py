@@ -105,10 +105,10 @@ def test_a_merge_that_was_stopped_evaluates_only_what_is_missing(
     [
         (("--weights", "1"), "names 1 weights for 2 models"),
         (("--weights", "0.5", "0.6"), "add up to 1"),
-        (("--weights", "nan", "0.6"), "add up to 1"),
+        (("--weights", "nan", "0.6"), "--weights: must be a list [a number, ...]"),
         (("--weights", "0.5", "0.5", "--guard", "near"), "leave one out"),
         (("--data", "there-is-none.jsonl"), "there-is-none.jsonl"),
-        (("--data", "near", "--steps", "0"), "--steps must be at least 1"),
+        (("--data", "near", "--steps", "0"), "--steps: must be >= 1, got 0"),
         (("--data", "near", "--metric", "ndgc@10"), "ndcg@10"),
     ],
 )

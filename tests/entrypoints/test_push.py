@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from command_cases import Outcome, Site
     from hub_cases import Hub
 
-    from vembed.api.loading import LoadOptions
+    from vembed.api.keys import LoadKeys
 
 REPO = "team/faq-search"
 
@@ -341,7 +341,7 @@ def test_only_folders_that_a_model_names_are_looked_into(hub: Hub, exported: Pat
 
 def test_what_a_model_was_loaded_with_is_published_or_refused(hub: Hub, exported: Path, tmp_path: Path) -> None:
     shutil.copytree(exported, tmp_path / "raw")
-    options: LoadOptions = {"pooling_method": "cls", "query_prompt": "q: ", "max_seq_length": 12}
+    options: LoadKeys = {"pooling_method": "cls", "query_prompt": "q: ", "max_seq_length": 12}
     with pytest.raises(
         ConfigError, match="without max_seq_length, pooling_method, query_prompt: load the model without"
     ):

@@ -128,10 +128,10 @@ def test_output_that_nobody_reads_on_is_no_error(index: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["x", "-k", "0"], "-k must be at least 1"),
+        (["x", "-k", "0"], "-k: must be >= 1, got 0"),
         ([" "], "the query is empty"),
         (["x", "--serve"], "leave out the query"),
-        (["--serve", "--port", "70000"], "--port must be from 0 to 65535"),
+        (["--serve", "--port", "70000"], "--port: must be <= 65535, got 70000"),
         (["x", "--port", "80"], "add --serve"),
     ],
 )

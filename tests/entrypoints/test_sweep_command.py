@@ -53,8 +53,8 @@ def test_every_trial_is_checked_before_the_first_one_starts(
     [
         (("--try", "lerning_rate=1"), {}, "did you mean learning_rate"),
         (("--try", "learning_rate=1e-5..1e-3"), {}, "--random N"),
-        (("--try", "temperature=0.1", "--random", "0"), {}, "--random must be at least 1"),
-        (("--try", "temperature=0.1", "--seed", "-1"), {}, "--seed must be at least 0"),
+        (("--try", "temperature=0.1", "--random", "0"), {}, "--random: must be >= 1, got 0"),
+        (("--try", "temperature=0.1", "--seed", "-1"), {}, "--seed: must be >= 0, got -1"),
         (("--try", "temperature=0.1", "--seed", "0"), {}, "--seed has an effect only with --random or --optuna"),
         (("--try", "lr=1e-3", "--config_override", "learning_rate=1"), {}, "given by --config_override and tried"),
         (("--try", "temperature=0.1,0.2"), {"eval_strategy": "no", "eval_steps": None}, "no dev result to choose by"),
@@ -78,8 +78,8 @@ def test_a_tracker_whose_package_is_missing_is_refused_before_anything_is_traine
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vembed.training.trackers.registry._is_installed", lambda _: False)
-    for module in (train, sweep):
-        monkeypatch.setattr(module, "hold_output", lambda folder: pytest.fail(f"{folder} was begun"))
+    for module in ("vembed.entrypoints.train", "vembed.sweeping.sweep"):
+        monkeypatch.setattr(f"{module}.hold_output", lambda folder: pytest.fail(f"{folder} was begun"))
     one = write_config(tmp_path, site.keys(report_to="wandb"))
     assert train.main([str(one)]) == ExitCode.ENVIRONMENT
     assert sweep.main([str(one), "--try", "temperature=0.1,0.2"], program="vembed sweep") == ExitCode.ENVIRONMENT

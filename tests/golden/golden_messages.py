@@ -41,7 +41,8 @@ logging_steps report_to nonfinite_policy max_skipped_steps
 VALUES = ("true", "-1", "1.5", "99999999999", ".nan", "'3'", "''", "autoo", "{a: b}")
 """Each is given to every key: where it is fine, the other messages of the file show so by saying nothing."""
 
-COMMANDS = ("train", "plan", "evaluate", "compare", "mine", "merge", "encode", "search", "doctor", "export", "push")
+COMMANDS = ("init", "explain", "train", "plan", "evaluate", "compare", "mine", "merge", "encode", "search", "doctor",
+            "export", "push", "data", "sweep")  # fmt: skip
 
 
 @dataclass(frozen=True)

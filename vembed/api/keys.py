@@ -1,6 +1,6 @@
-"""The keyword arguments of `vembed.train`: every key of the configuration with its type.
+"""Keyword arguments of `vembed.train`, `vembed.load` and `vembed.build_index`, made from the sections.
 
-Written by `python -m vembed.config.reference keys`; change the schema, not this file. docs/configuration.md says what
+Written by `python -m vembed.config.reference keys`; change the sections, not this file. docs/configuration.md says what
 the keys mean.
 """
 # fmt: off
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TrainKeys(TypedDict, total=False):
-    """Keys of the configuration, and other names of the same; those of losses of your own are taken as well."""
+    """Keys of the configuration, and other names of the same; those of your own losses are taken too."""
 
     model_name: str | Path
     text_model_name: str | Path | None
@@ -200,3 +200,45 @@ class TrainKeys(TypedDict, total=False):
     num_gpus: Literal["auto"] | int
     use_torch_compile: Literal["auto"] | bool
     pin_memory: bool
+
+
+class LoadKeys(TypedDict, total=False):
+    """Options of a model that is loaded; None leaves it to the model's files."""
+
+    model_revision: str | None
+    trust_remote_code: bool
+    allow_pickle: bool
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] | None
+    pooling_method: Literal["auto", "mean", "cls", "last_token", "head", "none"] | None
+    projection_dim: Literal["auto"] | int | None
+    topk_tokens: Literal["auto"] | int | None
+    pool_factor: Literal["auto"] | float | None
+    query_length: Literal["auto"] | int | None
+    query_expansion: Literal["auto"] | bool | None
+    bidirectional: bool
+    max_seq_length: Literal["auto"] | int | None
+    query_prompt: str | None
+    document_prompt: str | None
+    pad_token: str | None
+    image_background: Literal["auto", "white", "black", "none"] | None
+    image_tokens: Literal["auto"] | int | None
+    max_image_size: int | None
+    max_image_pixels: int | None
+    device: str | None
+    bf16: bool
+
+
+class BuildIndexKeys(TypedDict, total=False):
+    """Options of `vembed encode`, whose help says what they mean."""
+
+    format: Literal["index", "parquet", "lancedb"] | None
+    side: Literal["document", "query"]
+    index: str
+    batch_size: int
+    ray: str | None
+    ray_workers: int | None
+    id_column: str | None
+    text_column: str | None
+    image_column: str | None
+    image_root: str | Path | None
+    overwrite: bool

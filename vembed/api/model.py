@@ -2,57 +2,61 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, cast, overload
 
 import numpy as np
 import torch
 
-from vembed.api.loading import COMMIT, LoadOptions, device_named, image_limits, locate_model, refuse_unknown
-from vembed.api.mteb import model_meta, taken_by_mteb
-from vembed.api.vectors import Scoring, form_of
+from vembed.api.arguments import checked_side, device_named, image_limits, refuse_unknown
+from vembed.api.keys import LoadKeys
 from vembed.batch import Ragged, modality_of
 from vembed.config.messages import checked_section
 from vembed.data.python_inputs import items_of, refuse_other_modalities
 from vembed.distributed.runtime import local_device
 from vembed.errors import ConfigError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget, refuse_several_vectors, values_of
+from vembed.evaluation.keys import CardKeys
+from vembed.evaluation.mteb import model_meta, taken_by_mteb
 from vembed.models.fingerprint import ModelIdentity, identify
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
+from vembed.models.names import COMMIT, locate_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from vembed.api.push import Pushed
-    from vembed.api.vectors import Quantized
     from vembed.batch import Modality, Side
     from vembed.data.python_inputs import ItemInput
     from vembed.evaluation.encode import Vectors
-    from vembed.models.encoder import Encoder
+    from vembed.models.encoder import Encoder, Similarity
+    from vembed.publishing.push import Pushed
 
 _log = logging.getLogger(__name__)
 
+Quantized: TypeAlias = Literal["int8", "binary"]
+
 DEFAULT_BATCH_SIZE = 256
-SIDES = ("query", "document")
 
 
-def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> EmbeddingModel:
+def load(path_or_name: str | Path, /, **options: Unpack[LoadKeys]) -> EmbeddingModel:
     """Load a model for encoding.
 
     Args:
         path_or_name: A model's folder, the output folder of a run (its model/ is taken), or a hub id.
+        options: Keys of the model as docs/configuration.md has them; what is left out its own files say. Beside them
+            `device`, "cpu", "cuda" or "cuda:1" (default: the one that training would take), and `bf16`, which encodes
+            in bfloat16 mixed precision. `trust_remote_code` needs `model_revision` to be a commit.
 
     Raises:
         ConfigError: There is no such model, or it needs what isn't allowed.
         MachineError: The hub can't be reached.
     """
-    refuse_unknown(options, LoadOptions, "load")
+    refuse_unknown(options, LoadKeys, "load")
     name, _ = locate_model(path_or_name)
     revision, trusted = options.get("model_revision"), options.get("trust_remote_code", False)
     if trusted and not COMMIT.fullmatch(revision or ""):
@@ -63,7 +67,7 @@ def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> Embeddi
     return EmbeddingModel(encoder, name=name, options=options)
 
 
-def _model_keys(name: str, options: LoadOptions) -> ModelKeys:
+def _model_keys(name: str, options: LoadKeys) -> ModelKeys:
     """Return what was said about a model as keys of a configuration."""
     given = {key: value for key, value in options.items() if key in ModelKeys.model_fields}
     return checked_section(ModelKeys, {"model_name": name, **given})
@@ -72,7 +76,7 @@ def _model_keys(name: str, options: LoadOptions) -> ModelKeys:
 class EmbeddingModel:
     """A model that turns texts, pictures or both into vectors; made by `load`."""
 
-    def __init__(self, encoder: Encoder, *, name: str, options: LoadOptions) -> None:
+    def __init__(self, encoder: Encoder, *, name: str, options: LoadKeys) -> None:
         self.name = name
         self.options = options
         self.image_limits = image_limits(options)
@@ -237,6 +241,7 @@ class EmbeddingModel:
         refuse_other_modalities(items, self.takes, self.name)
         encode = self.item_encoder(batch_size)
         vectors = encode(items, side)
+        # One pass over the vectors finds damaged weights here and not as a ranking that means nothing.
         bad = np.flatnonzero(~np.isfinite(values_of(vectors)).all(axis=1))
         if bad.size:
             row = int(bad[0])
@@ -283,20 +288,19 @@ class EmbeddingModel:
         Raises:
             VembedError: What the hub refused, and how far the upload came.
         """
-        from vembed.api.card import OwnersWords
-        from vembed.api.push import PushRequest, push_model
+        from vembed.publishing.push import push_model
 
-        request = PushRequest(
-            source=self.name,
-            repo=repo,
+        owner = {"license": license, "base_model_license": base_model_license, "language": [*language]}
+        return push_model(
+            self.name,
+            repo,
+            keys=_model_keys(self.name, self.options),
+            owner=checked_section(CardKeys, owner),
             public=public,
             dry_run=dry_run,
             revision=revision,
             message=message,
-            words=OwnersWords.checked(license, base_model_license, language),
-            keys=_model_keys(self.name, self.options),
         )
-        return push_model(request)
 
     def item_encoder(self, batch_size: int, *, poll: Callable[[], None] | None = None) -> ItemEncoder:
         """Return the encoder as evaluation and search see it.
@@ -317,17 +321,105 @@ class EmbeddingModel:
         return encode
 
 
-def checked_side(side: str | None) -> Side:
-    """Return the side, which is that of queries or that of documents.
+class Predictor:
+    """A trained model that turns texts and pictures into vectors; `vembed.load` takes the same options."""
+
+    def __init__(self, path: str | Path, **options: Unpack[LoadKeys]) -> None:
+        self.model = load(path, **options)
+
+    def encode(self, rows: Iterable[ItemInput], side: Side = "query", **form: Any) -> NDArray[np.float32]:
+        """Turn texts and pictures into vectors, as `EmbeddingModel.encode` does."""
+        vectors: NDArray[np.float32] = self.model.encode(rows, side, **form)
+        return vectors
+
+    def encode_text(self, texts: Sequence[str], side: Side = "query", **form: Any) -> NDArray[np.float32]:
+        """Turn texts into vectors, by default as queries."""
+        return self.encode(texts, side, **form)
+
+    def encode_image(self, images: Iterable[ItemInput], side: Side = "document", **form: Any) -> NDArray[np.float32]:
+        """Turn pictures into vectors, by default as documents; here a `str` is the path of a file."""
+        return self.encode((Path(each) if isinstance(each, str) else each for each in images), side, **form)
+
+
+# Forms of vectors: shorter, of unit length, in fewer bits; and how they are compared
+
+_LARGEST = 127
+
+
+def form_of(
+    vectors_NE: NDArray[np.float32],
+    similarity: Similarity,
+    *,
+    normalize: bool,
+    dims: int | None,
+    quantize: Quantized | None,
+) -> NDArray[Any]:
+    """Return vectors in the form that a caller asked for.
+
+    - dims: the first of their numbers; where the model compares by cosine they get unit length again.
+    - int8: each vector is scaled so that its largest number is 127 or -127. Their cosines are those of the vectors to
+      about 0.01, so no scale need be kept.
+    - binary: one bit for each number, 1 above 0, eight to a byte. E - 2 x Hamming distance is their inner product.
 
     Raises:
-        ValueError: It is neither, or missing.
+        ConfigError: The lengths of the vectors count, and int8 would lose them.
+        ValueError: There are fewer numbers than `dims`, no such quantization, or bits that don't fill bytes.
     """
-    if side is None:
-        raise ValueError(
-            'say which side the rows are: "query" or "document"; many models put another prompt before each'
+    size = vectors_NE.shape[1]
+    if dims is not None and not 1 <= dims <= size:
+        raise ValueError(f"dims is {dims}; the model's vectors have {size} numbers, and 1 to {size} can be kept")
+    if quantize not in (None, "int8", "binary"):
+        raise ValueError(f"quantize is {quantize!r}; it is 'int8', 'binary' or None")
+    if quantize == "int8" and similarity == "dot" and not normalize:
+        raise ConfigError(
+            "quantize='int8' keeps the direction of a vector and loses its length, which counts for a model that "
+            "compares by dot product; add normalize=True if the cosine will do"
         )
-    if side not in SIDES:
-        near = difflib.get_close_matches(str(side), SIDES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"there is no side {side!r}; did you mean {near!r}?")
-    return cast("Side", side)
+    if quantize == "binary" and (dims or size) % 8:
+        raise ValueError(f"quantize='binary' packs 8 numbers into a byte: {dims or size} is no multiple of 8; set dims")
+    short_NE = vectors_NE[:, :dims]
+    if normalize or (dims is not None and similarity == "cosine"):
+        short_NE = unit_length(short_NE)
+    if quantize == "binary":
+        return np.packbits(short_NE > 0, axis=1)
+    if quantize == "int8":
+        # tiny keeps a row of zeros from dividing by zero: its codes are zeros.
+        largest_N = np.abs(short_NE).max(axis=1, keepdims=True, initial=np.finfo(np.float32).tiny)
+        codes_NE: NDArray[np.int8] = np.rint(short_NE / largest_N * _LARGEST).astype(np.int8)
+        return codes_NE
+    return np.ascontiguousarray(short_NE)
+
+
+def unit_length(vectors_NE: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return vectors of length 1; one of zeros stays as it is."""
+    lengths_N = np.linalg.norm(vectors_NE, axis=1, keepdims=True)
+    return (vectors_NE / np.where(lengths_N == 0, 1, lengths_N)).astype(np.float32, copy=False)
+
+
+class Scoring(str):
+    """How a model's vectors are compared: the word "cosine" or "dot", and the function that does it."""
+
+    __slots__ = ()
+
+    def __call__(self, queries: Any, documents: Any) -> NDArray[np.float32]:
+        """Return the score of every query for every document.
+
+        Args:
+            queries: Vectors (Q, E) as `encode` gives them, quantized ones and tensors too; or a single one (E,).
+            documents: Vectors (D, E) of the same form, or a single one.
+
+        Returns:
+            (Q, D) float32, higher is closer.
+        """
+        q_QE, d_DE = (_floats(each) for each in (queries, documents))
+        if self == "cosine" or any(np.asarray(each).dtype in (np.int8, np.uint8) for each in (queries, documents)):
+            q_QE, d_DE = unit_length(q_QE), unit_length(d_DE)
+        return q_QE @ d_DE.T
+
+
+def _floats(vectors: Any) -> NDArray[np.float32]:
+    """Return vectors as floats; of packed bits each is 1 or -1."""
+    array = np.atleast_2d(np.asarray(vectors))
+    if array.dtype == np.uint8:
+        return 2 * np.unpackbits(array, axis=1).astype(np.float32) - 1
+    return array.astype(np.float32)

@@ -6,12 +6,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from vembed.api.arguments import errors_name_arguments, path_of
-from vembed.api.loading import LoadOptions, refuse_unknown
-from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, checked_side, load
+from vembed.api.arguments import checked_side, errors_name_arguments, path_of, refuse_unknown
+from vembed.api.keys import BuildIndexKeys, LoadKeys
+from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, load
 from vembed.batch import ImageLimits
+from vembed.config.messages import make_section
 from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.keys import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
@@ -24,6 +25,7 @@ from vembed.evaluation.evaluator import evaluate as evaluate_task
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
 from vembed.files import home_path, is_folder
+from vembed.models.keys import ModelKeys
 from vembed.redact import redact
 from vembed.search.build import BuildOptions, write_index
 from vembed.search.format import IndexMeta
@@ -32,59 +34,23 @@ from vembed.search.output import output_form, refuse_taken
 from vembed.search.ray_job import RayJob
 from vembed.search.searcher import Searcher
 from vembed.search.tables import is_table, unpacked
+from vembed.section import facts_of
+from vembed.vectors.keys import IndexKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from vembed.batch import Side
     from vembed.data.keys import LabelKind
     from vembed.data.python_rows import RowsInput
     from vembed.evaluation.encode import ItemEncoder
-    from vembed.search.output import Format
 
 __all__ = ["EvaluationResult", "Hit", "IndexMeta", "Searcher", "build_index", "evaluate", "open_index"]
 
 VECTOR_OPTIONS = (
     "model_revision",
-    "pooling_method",
-    "projection_dim",
-    "topk_tokens",
-    "pool_factor",
-    "query_length",
-    "query_expansion",
-    "bidirectional",
-    "max_seq_length",
-    "query_prompt",
-    "document_prompt",
-    "pad_token",
-    "image_background",
-    "image_tokens",
-    "max_image_size",
+    *(name for name, info in ModelKeys.model_fields.items() if facts_of(info).get("load") == "vectors"),
 )
 """Options that change the vectors: an index keeps them, and its queries are encoded under the same."""
-
-
-class IndexOptions(TypedDict, total=False):
-    """How an index is built."""
-
-    side: Side  # which prompt the documents get; "document" unless they are queries
-    # FAISS index string; "Flat" is exact, "HNSW32" or "IVF1024,Flat" are faster and may miss documents; or "int8" and
-    # "binary", which find candidates in less memory
-    index: str
-    # "index" (a folder), or its rows as a "parquet" file or a "lancedb" table; by default what the output's name tells
-    format: Format
-    ranks: Ranks | None  # the processes that encode together; all must make the call
-    batch_size: int  # most documents of one encoder call
-    overwrite: bool  # whether an index that is there may be replaced
-    id_column: str | None  # column of the ids; default: _id, id, docid or doc_id
-    text_column: str | None  # column of the texts; default: text, document, passage, contents or content
-    # column of the pictures; default: image, positive_image or image_path, and none where only `text_column` is given
-    image_column: str | None
-    # folder that pictures' paths start from and must stay in; default: the corpus file's own
-    image_root: str | Path | None
-    poll: Callable[[], None]  # called between encoder calls; may raise to stop
-    ray: str | None  # HOST:PORT of a Ray cluster that encodes the texts; "" is the one that Ray finds or starts here
-    ray_workers: int | None  # its workers; default: one for each GPU, or for each 4 CPUs
 
 
 def evaluate(
@@ -137,7 +103,10 @@ def build_index(
     model: EmbeddingModel | str | Path,
     data: RowsInput | str | Path,
     output: str | Path,
-    **options: Unpack[IndexOptions],
+    *,
+    ranks: Ranks | None = None,
+    poll: Callable[[], None] | None = None,
+    **options: Unpack[BuildIndexKeys],
 ) -> IndexMeta:
     """Encode a corpus into a folder that `open_index` and `vembed search` read.
 
@@ -145,84 +114,71 @@ def build_index(
         data: BEIR folder, folder of pictures, file with ids and texts or pictures, text file with one document a line,
             or `builtin:SET`; or texts, dictionaries or a table in memory. Texts get their number, from 0, as id.
         output: The folder, or FILE.parquet; it appears complete or not at all.
+        ranks: The processes that encode together; all must make the call.
+        poll: Called between encoder calls; may raise to stop.
+        options: Those of `vembed encode`: `side`, `index`, `format`, `batch_size`, `overwrite`, the names of columns.
 
     Raises:
         VembedError: The corpus, the model or the folder can't be used.
     """
-    refuse_unknown(options, IndexOptions, "build_index")
-    with errors_name_arguments(options={*IndexOptions.__annotations__, "output"}):
-        return index_corpus(model, data, output, **options)
+    refuse_unknown(options, BuildIndexKeys, "build_index")
+    checked_side(options.get("side", "document"))
+    with errors_name_arguments(options={*BuildIndexKeys.__annotations__, "output"}):
+        output_form(home_path(output), options.get("format"))  # knows more of a wrong format than its section
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        if "image_root" in given:
+            given["image_root"] = home_path(given["image_root"])
+        return index_corpus(model, data, output, make_section(IndexKeys, given), ranks=ranks, poll=poll)
 
 
 def index_corpus(
     model: EmbeddingModel | str | Path,
     data: RowsInput | str | Path,
     output: str | Path,
-    **options: Unpack[IndexOptions],
+    keys: IndexKeys,
+    *,
+    ranks: Ranks | None = None,
+    poll: Callable[[], None] | None = None,
 ) -> IndexMeta:
     """Do what `build_index` does, with errors that name the options of `vembed encode`."""
-    side: Side = options.get("side", "document")
-    checked_side(side)
-    folder, ranks = home_path(output), options.get("ranks") or Ranks()
+    folder, ranks = home_path(output), ranks or Ranks()
     limits = model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits()
     with ExitStack() as stack:
-        options["format"] = output_form(folder, options.get("format"))
+        form = output_form(folder, keys.format)
+        # The first rank holds the folder for all; its refusal is raised on each of them.
         ranks.from_first(lambda: stack.enter_context(hold_output(folder, beside=True)))
         path = stack.enter_context(path_of(data, limits))
-        refuse_taken(folder, path, overwrite=options.get("overwrite", False))
-        source = redact(path) if isinstance(data, (str, Path)) else "rows in memory"
-        return _build_index(model, path, source, folder, side, limits, options)
-
-
-def _build_index(
-    model: EmbeddingModel | str | Path,
-    path: str,
-    source: str,
-    folder: Path,
-    side: Side,
-    limits: ImageLimits,
-    options: IndexOptions,
-) -> IndexMeta:
-    corpus_options = CorpusOptions(
-        id=options.get("id_column"),
-        text=options.get("text_column"),
-        image=options.get("image_column"),
-        image_root=_folder(options.get("image_root")),
-        image_limits=limits,
-    )
-    corpus = Corpus(path, corpus_options)
-    loaded = model if isinstance(model, EmbeddingModel) else load(model)
-    encode = loaded.item_encoder(options.get("batch_size", DEFAULT_BATCH_SIZE), poll=options.get("poll"))
-    encode.ranks = options.get("ranks") or Ranks()
-    return write_index(
-        folder,
-        corpus,
-        encode,
-        BuildOptions(
+        refuse_taken(folder, path, overwrite=keys.overwrite)
+        root = None if keys.image_root is None else home_path(keys.image_root)
+        columns = {"id": keys.id_column, "text": keys.text_column, "image": keys.image_column}
+        corpus = Corpus(path, CorpusOptions(**columns, image_root=root, image_limits=limits))
+        loaded = model if isinstance(model, EmbeddingModel) else load(model)
+        encode = loaded.item_encoder(keys.batch_size, poll=poll)
+        encode.ranks = ranks
+        job = None
+        if keys.ray is not None:
+            if not ranks.is_one:
+                raise ConfigError(
+                    "--ray starts workers itself; start vembed encode without torchrun or accelerate launch"
+                )
+            # A worker takes the device that Ray gives it.
+            given = cast("LoadKeys", {key: value for key, value in loaded.options.items() if key != "device"})
+            make = partial(_worker_encoder, loaded.name, given, keys.batch_size)
+            job = RayJob(make=make, address=keys.ray, num_workers=keys.ray_workers)
+        said: Mapping[str, Any] = loaded.options
+        options = BuildOptions(
             model=loaded.identity,
-            model_options=_vector_options(loaded),
-            source=source,
-            side=side,
-            factory=options.get("index", "Flat"),
-            form=options["format"],
-            job=_ray_job(loaded, options),
-        ),
-    )
+            model_options={name: said[name] for name in VECTOR_OPTIONS if said.get(name) is not None},
+            source=redact(path) if isinstance(data, (str, Path)) else "rows in memory",
+            side=keys.side,
+            factory=keys.index,
+            form=form,
+            job=job,
+        )
+        return write_index(folder, corpus, encode, options)
 
 
-def _ray_job(loaded: EmbeddingModel, options: IndexOptions) -> RayJob | None:
-    address, num_workers = options.get("ray"), options.get("ray_workers")
-    if address is None:
-        return None
-    if not (options.get("ranks") or Ranks()).is_one:
-        raise ConfigError("--ray starts workers itself; start vembed encode without torchrun or accelerate launch")
-    # A worker takes the device that Ray gives it.
-    given = cast("LoadOptions", {key: value for key, value in loaded.options.items() if key != "device"})
-    make = partial(_worker_encoder, loaded.name, given, options.get("batch_size", DEFAULT_BATCH_SIZE))
-    return RayJob(make=make, address=address, num_workers=num_workers)
-
-
-def _worker_encoder(name: str, options: LoadOptions, batch_size: int) -> ItemEncoder:
+def _worker_encoder(name: str, options: LoadKeys, batch_size: int) -> ItemEncoder:
     return load(name, **options).item_encoder(batch_size)
 
 
@@ -232,7 +188,7 @@ def open_index(
     *,
     model: EmbeddingModel | str | Path | None = None,
     rescored: int | None = None,
-    **options: Unpack[LoadOptions],
+    **options: Unpack[LoadKeys],
 ) -> Searcher:
     """Open an index for searching.
 
@@ -242,7 +198,7 @@ def open_index(
             with. Its weights must be those that made the vectors.
         rescored: Candidates for each hit that are ranked by the full vectors; by default 4 where the index is of few
             bits (int8, binary), else 0, which ranks none again. Not for an index of several vectors.
-        options: See `LoadOptions`; they win over the options that the index was built with. Code and pickles are
+        options: See `LoadKeys`; they win over the options that the index was built with. Code and pickles are
             allowed here or not at all: an index can't allow them.
 
     Raises:
@@ -250,24 +206,26 @@ def open_index(
             rescore.
         MachineError: The model can't be reached.
     """
-    refuse_unknown(options, LoadOptions, "open_index")
+    refuse_unknown(options, LoadKeys, "open_index")
     with errors_name_arguments(options=("model", "overwrite")):
         return open_for_queries(home_path(folder), model, rescored, **options)
 
 
 def open_for_queries(
-    path: Path, model: EmbeddingModel | str | Path | None, rescored: int | None, **options: Unpack[LoadOptions]
+    path: Path, model: EmbeddingModel | str | Path | None, rescored: int | None, **options: Unpack[LoadKeys]
 ) -> Searcher:
     """Do what `open_index` does, with errors that name the options of `vembed search`."""
     if rescored is not None and rescored < 0:
         raise ConfigError(f"rescored is {rescored}; it is at least 0")
     index = SearchIndex(unpacked(path) if is_table(path) else path, rescored=rescored, place=path)
     meta = index.meta
+    # An index keeps what was said about its model, as other prompts or lengths would give vectors that don't compare.
+    # What allows code or pickles is never read from it: a folder must not be able to allow itself anything.
     if not isinstance(model, EmbeddingModel):
         kept = {name: value for name, value in meta.model_options.items() if name in VECTOR_OPTIONS}
         if model is not None:
             kept.pop("model_revision", None)  # it is of the other model
-        merged = cast("LoadOptions", {**kept, **options})
+        merged = cast("LoadKeys", {**kept, **options})
         model = load(_named_model(meta, path) if model is None else model, **merged)
     elif options:
         raise TypeError(f"open_index: {next(iter(options))} belongs to load: the model is loaded already")
@@ -276,19 +234,9 @@ def open_for_queries(
     return Searcher(index, encode, model.image_limits)
 
 
-def _folder(path: str | Path | None) -> Path | None:
-    return None if path is None else home_path(path)
-
-
 def _named_model(meta: IndexMeta, folder: Path) -> str:
     """Return the model that an index names, if it is still there."""
     name = meta.model.name
     if Path(name).is_absolute() and not is_folder(name):
         raise ConfigError(f"{folder} was made by {name}, which isn't there any more; name its new place with --model")
     return name
-
-
-def _vector_options(model: EmbeddingModel) -> dict[str, str | float]:
-    """Return what the user said about a model that changes its vectors."""
-    options: dict[str, Any] = dict(model.options)
-    return {name: options[name] for name in VECTOR_OPTIONS if options.get(name) is not None}

@@ -1,16 +1,22 @@
-"""Train from Python."""
+"""Train from Python and compare runs: `train`, the result that it returns, `compare`, and a peer's `Trainer`."""
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, fields
+from functools import cached_property
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from vembed.api.arguments import errors_name_arguments
-from vembed.api.result import RunResult
+from vembed.api.model import load
 from vembed.batch import ImageLimits
+from vembed.comparison.compare import compare_runs
 from vembed.config.load import load_values
 from vembed.config.schema import Config
 from vembed.data.keys import Source
@@ -19,29 +25,39 @@ from vembed.data.run_data import SUGGESTED_SET
 from vembed.distributed.lock import hold_output
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
-from vembed.errors import ConfigError, DataError
+from vembed.errors import ConfigError, DataError, MachineError
+from vembed.files import home_path
 from vembed.losses.registry import register_loss
+from vembed.pages.html import notebook_frame
 from vembed.redact import redact
 from vembed.terminal import printed_lines
 from vembed.training.callbacks import Callbacks
+from vembed.training.finish import RunResult as FinishedRun
+from vembed.training.output import OutputFolder
 from vembed.training.run import run_from_config
+from vembed.training.trackers.jsonl import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vembed.api.keys import TrainKeys
+    from vembed.api.model import EmbeddingModel
+    from vembed.comparison.compare import RunComparison
     from vembed.config.load import LoadedConfig
     from vembed.data.python_rows import RowsInput
     from vembed.losses.base import BatchLoss
     from vembed.training.callbacks import Callback
-
-__all__ = ["RunResult", "train"]
 
 _DATA_KEYS = {"data": "data_path", "val_data": "val_data_path", "test_data": "test_data_path"}
 """Argument -> the key that a path in it stands for."""
 
 _ARGUMENTS = {"model_name": "model", "loss_type": "loss", **{key: argument for argument, key in _DATA_KEYS.items()}}
 """Key -> the argument that stands for it."""
+
+_SHOWN = ("verdict", "curves", "queries")
+"""Sections of the report that a notebook shows, by their ids."""
+
+_STEP_CURVES = {"loss": "loss", "learning_rate": "learning rate"}
 
 
 def train(
@@ -82,6 +98,7 @@ def train(
         Exception: What a callback has raised; the same call continues after its step.
     """
     asked = Callbacks(callbacks)
+    # Every argument becomes a key, so that one set of rules and messages judges them all.
     overrides: dict[str, object] = dict(keys)
     rows: dict[str, Any] = {}  # key -> rows in memory, by the path that they will get
     _add(overrides, "model_name", model, "model")
@@ -96,11 +113,13 @@ def train(
     given = {"model_name": model, "loss_type": loss, "data_path": data, "val_data_path": val_data}
     given |= {"test_data_path": test_data}
     named = {key: argument for key, argument in _ARGUMENTS.items() if given[key] is not None}
+    # Errors speak of keys; the caller wrote arguments, so only those that were given are renamed.
     base = _base(config)
     if config is None and not overrides.keys() & {"model_name", "model_name_or_path", "text_model_name"}:
         raise ConfigError('model is missing: a hub id, a folder, or one from scratch, model="builtin:ngram-bag"')
     files: dict[str, Path] = {}  # argument -> the file of its rows
     with errors_name_arguments(files, named), ExitStack() as held:
+        # First with the names of the arguments as paths: a wrong key is refused before rows are written anywhere.
         loaded = load_values(base, overrides)
         if loaded.config.data is None and loaded.config.data_path is None:
             raise DataError(f'data is missing: rows, a path, or a set that is built in, data="{SUGGESTED_SET}"')
@@ -112,8 +131,134 @@ def train(
             made = held.enter_context(_rows_of_runs_only(Path(loaded.config.output_dir)))
             files |= _written(rows, loaded.config, made)
             overrides |= {_DATA_KEYS[name]: str(path) for name, path in files.items()}
+            # Then with the files of the rows. Their names are hashes of what they hold: the same call continues.
             loaded = load_values(base, overrides)
         return _run(loaded, _command(config, overrides), asked)
+
+
+@dataclass(frozen=True, repr=False)
+class RunResult(FinishedRun):
+    """Verdict and results of a finished run, with its model and report."""
+
+    @classmethod
+    def of(cls, finished: FinishedRun) -> Self:
+        """Return a run's own result as the caller gets it."""
+        return cls(**{each.name: getattr(finished, each.name) for each in fields(finished)})
+
+    @property
+    def report(self) -> Path:
+        """The report, a page that needs no network; report.md and report.json lie beside it."""
+        return self.output / "report" / "report.html"
+
+    @cached_property
+    def model(self) -> EmbeddingModel:
+        """The trained model, loaded when it is first asked for.
+
+        Raises:
+            VembedError: It can't be loaded.
+        """
+        return load(OutputFolder(self.output).model)
+
+    def _repr_html_(self) -> str | None:
+        """Return verdict, curves and examples of the report for a notebook, in a frame that keeps their style apart."""
+        try:
+            page = self.report.read_text("utf-8")
+        except OSError:
+            return None  # the notebook shows `repr` then
+        head, _, body = page.partition("</head>")
+        sections = [re.search(rf'<section [^>]*id="{name}".*?</section>', body, re.DOTALL) for name in _SHOWN]
+        shown = "\n".join(found[0] for found in sections if found is not None)
+        return notebook_frame(f"{head}</head>\n<body><main>\n{shown}\n</main></body></html>", title=repr(self))
+
+    def plot(self) -> Any:
+        """Draw loss, learning rate and the dev metric over the steps.
+
+        Returns:
+            A `matplotlib.figure.Figure`, which a notebook shows and `savefig` writes.
+
+        Raises:
+            DataError: The run has no steps and no evaluations any more.
+            MachineError: matplotlib isn't installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MachineError("plot() needs matplotlib; install it with: pip install matplotlib") from error
+
+        # Made here, as matplotlib is no dependency: nothing imports it before a plot is asked for.
+        class Plot(Figure):
+            """A figure that a notebook shows, whatever matplotlib's backend is."""
+
+            def _repr_png_(self) -> bytes:
+                buffer = BytesIO()
+                self.savefig(buffer, format="png")
+                return buffer.getvalue()
+
+        curves = self._curves()
+        figure = Plot(figsize=(4.5 * len(curves), 3), layout="constrained")
+        for axes, (name, points) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
+            axes.plot(*zip(*points, strict=True), marker="." if len(points) < 50 else None)
+            axes.set(xlabel="step", ylabel=name)
+            axes.grid(alpha=0.3)
+        return figure
+
+    def _curves(self) -> dict[str, list[tuple[float, float]]]:
+        """Return (step, value) of each curve that has values."""
+        rows = read_rows(self.output / "metrics.jsonl")
+        curves = {
+            label: [(row["step"], row[name]) for row in rows if name in row] for name, label in _STEP_CURVES.items()
+        }
+        page, metric = self.report.with_suffix(".json"), self.metric
+        evaluations = json.loads(page.read_text("utf-8"))["evaluations"] if page.is_file() else []
+        curves[f"dev {metric}"] = [(each["step"], each["metrics"][metric]) for each in evaluations]
+        found = {name: points for name, points in curves.items() if points}
+        if not found:
+            raise DataError(f"{self.output} has nothing to draw: its metrics.jsonl has no steps")
+        return found
+
+
+class Trainer:
+    """A model that is about to be trained; `keys` are those of the configuration."""
+
+    def __init__(self, model: str | Path, **keys: Unpack[TrainKeys]) -> None:
+        self.model = model
+        self.keys = keys
+
+    def train(
+        self, data: RowsInput | str | Path | None = None, *, callbacks: Sequence[Callback] = (), **keys: Any
+    ) -> RunResult:
+        """Train, as `vembed.train` does; its arguments are taken here too, and win over those of `Trainer`."""
+        return train(dict(self.keys), model=self.model, data=data, callbacks=callbacks, **keys)
+
+
+def compare(
+    runs: Sequence[str | Path | RunResult],
+    output: str | Path | None = None,
+    *,
+    baseline: str | Path | RunResult | None = None,
+    metric: str | None = None,
+) -> RunComparison:
+    """Compare runs: settings and data, metrics with paired tests, curves, time and memory, queries won and lost.
+
+    Args:
+        runs: Output folders, patterns such as "runs/*", or what `train` returned.
+        output: Folder for compare.html, compare.md and compare.json; None writes nothing.
+        baseline: What the others are compared with; None takes the first.
+        metric: What to compare by; None takes what the baseline chose its checkpoint by.
+
+    Raises:
+        ConfigError: There are fewer than two runs, or one isn't a run.
+        MachineError: The output can't be written.
+    """
+    folders = [run.output if isinstance(run, RunResult) else run for run in runs]
+    first = baseline.output if isinstance(baseline, RunResult) else baseline
+    if output is None:
+        return compare_runs(folders, None, first, metric=metric)
+    with hold_output(home_path(output)):
+        return compare_runs(folders, home_path(output), first, metric=metric)
+
+
+# Arguments
 
 
 def _base(config: str | Path | Mapping[str, object] | Config | None) -> Path | Mapping[str, object]:
@@ -169,6 +314,7 @@ def _rows_of_runs_only(output: Path) -> Iterator[list[Path]]:
     is_new = not folder.exists()
     try:
         yield made
+    # Rows of a run that was refused belong to nobody; those that an earlier run reads stay.
     except BaseException:
         config = output / "config.yaml"
         read = config.read_text("utf-8") if config.is_file() else ""

@@ -1,4 +1,4 @@
-"""Text generated from the schema: docs/configuration.md, and the typed keyword arguments of `vembed.train`.
+"""Text generated from the schema: docs/configuration.md, and the typed keyword arguments of Python's functions.
 
 `python -m vembed.config.reference > docs/configuration.md`
 `python -m vembed.config.reference keys > vembed/api/keys.py`
@@ -9,12 +9,16 @@ import types
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic.fields import FieldInfo
+
 from vembed.config.documents import write_mapping
 from vembed.config.load import MAX_FILE_BYTES, MAX_TEXT_BYTES
 from vembed.config.messages import expectation, key_schemas
 from vembed.config.names import ALIASES, ANY_VALUE, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE, Foreign
 from vembed.config.schema import SECTIONS, fields, key_names, rules, section_keys
-from vembed.section import LARGEST_COUNT
+from vembed.models.keys import ModelKeys
+from vembed.section import LARGEST_COUNT, facts_of
+from vembed.vectors.keys import IndexKeys
 
 _INTRODUCTION = f"""# Configuration
 
@@ -192,9 +196,9 @@ _ARGUMENTS = ("data",)
 _NAMES_A_PATH = ("_path", "_dir", "_root", "_cache", "model_name", "resume")
 """Ends of the keys whose text may be given as a `pathlib.Path`."""
 
-_HEAD = '''"""The keyword arguments of `vembed.train`: every key of the configuration with its type.
+_HEAD = '''"""Keyword arguments of `vembed.train`, `vembed.load` and `vembed.build_index`, made from the sections.
 
-Written by `python -m vembed.config.reference keys`; change the schema, not this file. docs/configuration.md says what
+Written by `python -m vembed.config.reference keys`; change the sections, not this file. docs/configuration.md says what
 the keys mean.
 """
 # fmt: off
@@ -207,27 +211,53 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-
-class TrainKeys(TypedDict, total=False):
-    """Keys of the configuration, and other names of the same; those of losses of your own are taken as well."""
-
 '''
+
+_LOAD_ONLY = {"device": "str | None", "bf16": "bool"}
+"""Arguments of `vembed.load` that are no keys of a model; of `device`, the default is the one that training takes."""
 
 
 def render_keys() -> str:
     """Return the text of vembed/api/keys.py."""
     keys = {name: name for name in key_names() if name not in _ARGUMENTS}
     aliases = {alias: targets[0] for alias, targets in ALIASES.items()}
-    return _HEAD + "".join(f"    {name}: {_of_key(key)}\n" for name, key in {**keys, **aliases}.items())
+    train = {name: _of_key(key, fields()[key]) for name, key in {**keys, **aliases}.items()}
+    taken = [name for name, info in ModelKeys.model_fields.items() if "load" in facts_of(info)]
+    load = {name: _or_none(_of_key(name, fields()[name])) for name in (*taken, "max_image_pixels")}
+    index = {name: _of_key(name, info) for name, info in IndexKeys.model_fields.items()}
+    return _HEAD + "".join(
+        (
+            _typed(
+                "TrainKeys",
+                "Keys of the configuration, and other names of the same; those of your own losses are taken too.",
+                train,
+            ),
+            _typed(
+                "LoadKeys", "Options of a model that is loaded; None leaves it to the model's files.", load | _LOAD_ONLY
+            ),
+            _typed("BuildIndexKeys", "Options of `vembed encode`, whose help says what they mean.", index),
+        )
+    )
 
 
-def _of_key(key: str) -> str:
-    kinds = _alternatives(fields()[key].annotation)
+def _typed(name: str, meaning: str, types: Mapping[str, str]) -> str:
+    lines = [f"class {name}(TypedDict, total=False):", f'    """{meaning}"""', ""]
+    return "\n".join(["", "", *lines, *(f"    {key}: {kind}" for key, kind in types.items()), ""])
+
+
+def _or_none(kinds: str) -> str:
+    """Add None, which leaves a key at its default."""
+    return kinds if kinds == "bool" or kinds.endswith("None") else f"{kinds} | None"
+
+
+def _of_key(key: str, info: FieldInfo) -> str:
+    kinds = _alternatives(info.annotation)
     if key == "loss_type":
         kinds.append("str")  # a loss of a plugin
     if "str" in kinds and key.endswith(_NAMES_A_PATH):
         kinds.insert(kinds.index("str") + 1, "Path")
+    if "Path" in kinds and "str" not in kinds:
+        kinds.insert(kinds.index("Path"), "str")
     return " | ".join(kinds)
 
 

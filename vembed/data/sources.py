@@ -15,8 +15,8 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from vembed import collector_paused
 from vembed.batch import modality_of
-from vembed.collector import collector_paused
 from vembed.data.beir import BeirSplit, beir_rows, is_beir, read_beir_split
 from vembed.data.builtin import holds_pictures, load_builtin
 from vembed.data.columns import ColumnResolver

@@ -293,7 +293,7 @@ def ended_ranks(beats: Mapping[int, Beat], *, own: int) -> list[int]:
             except ProcessLookupError:
                 ended.append(rank)
             except PermissionError:
-                pass  # somebody else's now, so this can't tell
+                continue  # somebody else's now, so this can't tell
     return ended
 
 

@@ -1,4 +1,4 @@
-"""What every command shares: logging to the terminal, and errors as one message and an exit code."""
+"""Parts of every command: lines on the terminal, errors as one message and an exit code, an output that is held."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import shlex
 import sys
 import traceback
 import warnings
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from vembed.distributed.lock import hold_for_command
 from vembed.distributed.process_env import process_env
 from vembed.distributed.signals import LeaveNow, StopSignal, stop_behind
 from vembed.distributed.watchdog import LAUNCHER_FOLDER, UNEXPECTED_CODE, Watchdog
@@ -20,11 +21,13 @@ from vembed.registry import COMMANDS
 from vembed.terminal import open_terminal, printed_lines, write_no_more
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
     from types import TracebackType
     from typing import TextIO, TypeAlias
 
+    from vembed.distributed.runtime import Runtime
     from vembed.distributed.watchdog import Failure
 
     Command: TypeAlias = Callable[..., int]
@@ -44,35 +47,6 @@ def register_command(function: Command) -> Command:
     return function
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what names a configuration: CONFIG, --config and --config_override."""
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML or JSON file")
-    parser.add_argument(
-        "--config", dest="config_option", type=Path, metavar="CONFIG", help="the configuration as an option instead"
-    )
-    parser.add_argument(
-        "--config_override",
-        "--config-override",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="settings that win over the file, e.g. batch_size=32 learning_rate=1e-5",
-    )
-
-
-def config_path(parsed: argparse.Namespace) -> Path | None:
-    """Return the file that `add_config_arguments` was given, if any.
-
-    Raises:
-        ConfigError: It is given twice.
-    """
-    if parsed.config is not None and parsed.config_option is not None:
-        raise ConfigError(f"the configuration is given twice: {parsed.config} and --config {parsed.config_option}")
-    path: Path | None = parsed.config or parsed.config_option
-    return path
-
-
 def command_line(called: str, words: Sequence[str]) -> str:
     """Return a command as one types it again, without secrets.
 
@@ -82,9 +56,57 @@ def command_line(called: str, words: Sequence[str]) -> str:
     return redact(shlex.join([*called.split(), *words]))
 
 
-def say_whole(output: Path) -> ExitCode:
-    """Print that an earlier start of the command wrote the output, and was killed before it had cleaned up."""
-    print(f"{redact(str(output))} is whole: this command wrote it and was killed at its end; what it left is removed")
+@contextmanager
+def held_output(
+    output: Path, words: Sequence[str], *, overwrite: bool, clean: Callable[[], None] = lambda: None
+) -> Iterator[bool]:
+    """Hold an output that is written as a whole; yield whether it is finished already, and say so.
+
+    It is where an earlier start of the same command was killed between its last write and its end.
+
+    Args:
+        overwrite: Whether the output is to be made again all the same.
+        clean: Removes what the killed command left beside the output.
+    """
+    with hold_for_command(output, words) as is_whole:
+        is_finished = is_whole and not overwrite
+        if is_finished:
+            clean()
+            shown = redact(str(output))
+            print(f"{shown} is whole: this command wrote it and was killed at its end; what it left is removed")
+        yield is_finished
+
+
+def run_with_output(
+    body: Callable[[Runtime, StopSignal], None],
+    held: Callable[[], AbstractContextManager[bool]],
+    *,
+    watchdog: Watchdog,
+    advice: str,
+) -> int:
+    """Run the body of a command that one or several processes run together, with its output held by the first one.
+
+    Args:
+        body: The work; of several processes each one calls it.
+        held: Holds the output and yields whether it is finished, as `held_output` does; it also refuses an output that
+            can't be written. Only the first process enters it.
+        advice: End of the message where a signal stops the command.
+    """
+    with ExitStack() as stack:
+        is_launched = process_env().is_launched
+        # One process asks before it imports torch, which takes seconds; several need torch to agree on the answer.
+        if not is_launched and stack.enter_context(held()):
+            return ExitCode.OK
+        from vembed.distributed.runtime import shut_down, start_runtime
+
+        quiet_libraries()
+        runtime = start_runtime(deterministic=False, watchdog=watchdog)
+        stop = stack.enter_context(StopSignal(advice=advice))
+        if not (is_launched and runtime.ranks.from_first(lambda: stack.enter_context(held()))):
+            # A signal reaches each process at another time: they agree at the next question, so that none waits alone.
+            stack.enter_context(stop.asking(runtime.ranks.agreement(runtime.device)))
+            body(runtime, stop)
+    shut_down(watchdog)
     return ExitCode.OK
 
 
@@ -111,6 +133,7 @@ def run_command(
 
 
 def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, watchdog: Watchdog) -> int:
+    # The tokenizers' threads would deadlock in forked data workers; the library warns on each fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         process = process_env()
@@ -123,18 +146,22 @@ def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, w
     if process.world_size > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is named here, not by torch's sockets
     prefix = f"rank {process.rank}: " if process.world_size > 1 else ""
+    # From here on errors end in one message and a code. Nothing of the interpreter's own is printed but for bugs.
     with printed_lines(to_stderr=log_to_stderr, errors_only=process.rank > 0):
         try:
             return _while_read(command)
         except KeyboardInterrupt as error:
             return _end(watchdog, error, code=ExitCode.INTERRUPTED, message="interrupted", prefix=prefix)
         except (Exception, LeaveNow) as error:
+            # A signal that arrives within a library's call may come out as that library's error.
             left = stop_behind(error)
             if left is not None:
                 return _end(watchdog, left, code=left.exit_code, message=f"{left}{watchdog.words}", prefix=prefix)
             if isinstance(error, VembedError):
                 return _end(watchdog, error, code=error.exit_code, message=str(error), prefix=prefix)
             message = redact(f"{type(error).__name__}: {error}")
+            # A bug. One process alone shows its traceback through the interpreter; of several, the one that failed
+            # first shows it, and the others say whom they follow.
             reported = watchdog.report(error, code=UNEXPECTED_CODE, message=message)
             if reported is None:
                 sys.excepthook = _show_traceback
@@ -165,6 +192,7 @@ def _is_closed(stream: TextIO | None) -> bool:
     """Return whether a stream is a pipe without a reader."""
     if stream is None:
         return False
+    # Asking costs nothing and writes nothing: a write would be the second SIGPIPE.
     poll = select.poll()
     poll.register(stream, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -215,6 +243,7 @@ def quiet_libraries() -> None:
         transformers.utils.logging.disable_progress_bar()
     if datasets is not None:
         datasets.disable_progress_bars()
+    # Each process would print the same warnings again.
     if process_env().rank > 0:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         if transformers is not None:

@@ -2,152 +2,144 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
-from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
-from vembed.entrypoints.row_arguments import add_row_arguments, row_keys
+from vembed.entrypoints.options import ModelOptions, Options, PictureOptions, RowOptions, check, parse_action
 from vembed.errors import ConfigError, ExitCode
 from vembed.files import home_path
 from vembed.redact import redact
 from vembed.registry import LOSSES
+from vembed.section import Count, option, word
 from vembed.text import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vembed.data.splits import Role, SourceOptions
     from vembed.evaluation.encode import ItemEncoder
 
-DESCRIPTION = "Check training data, or show some of it."
 
-CHECK_DESCRIPTION = (
-    "Find the problems of a data set: unusable rows, duplicates, contradictions, broken pictures and, with --against, "
-    "leaks into an evaluation. Report text lengths, languages and class balance."
-)
-CHECK_EPILOG = (
-    "Exit code: 0 without errors, 3 with errors (unusable rows, broken pictures, contradictions, leaked queries). With "
-    "--strict, warnings count as errors; notes never do. 2: wrong option; 5: this machine can't do it."
-)
+class RowsOptions(RowOptions):
+    """Rows, and the loss that reads them."""
 
-
-def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line of a look at data."""
-    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    commands = parser.add_subparsers(dest="action", required=True, metavar="check|show")
-    check = commands.add_parser("check", description=CHECK_DESCRIPTION, epilog=CHECK_EPILOG, help="find problems")
-    show = commands.add_parser("show", description="Print rows as training sees them.", help="print a few rows")
-    for each in (check, show):
-        _add_data_arguments(each)
-    check.add_argument(
-        "--against",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="TEST",
-        help="evaluation data whose queries must not be in PATH",
+    path: str = word("PATH", "training data: anything that the key data_path accepts")
+    loss_type: str | None = option(
+        None, "loss whose columns are read; default: infonce, with --label-kind pair or grade cosent", metavar="NAME"
     )
-    check.add_argument("--against-split", metavar="SPLIT", help="split of the evaluation data; default: the test split")
-    check.add_argument("--json", type=Path, metavar="FILE", help="write all findings with examples as JSON")
-    check.add_argument("--html", type=Path, metavar="FILE", help="write all findings as an HTML page")
-    check.add_argument("--strict", action="store_true", help="also exit with 3 on warnings")
-    check.add_argument(
-        "--batch-size", type=int, default=256, metavar="N", help="largest number of items per encoder call"
+    model: str | None = option(
+        None,
+        "count tokens with this model; check also looks for unlabelled answers with it",
+        metavar="MODEL",
     )
-    show.add_argument("--rows", type=int, default=3, metavar="N", help="number of rows; default: 3")
-    return parser.parse_args(arguments)
 
 
-def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="training data: anything that the key data_path accepts")
-    add_row_arguments(parser)
-    parser.add_argument(
-        "--loss-type",
-        metavar="NAME",
-        help="loss whose columns are read; default: infonce, with --label-kind pair or grade cosent",
+class CheckOptions(RowsOptions, ModelOptions, PictureOptions):
+    """Find the problems of a data set: unusable rows, duplicates, contradictions, broken pictures and, with --against,
+    leaks into an evaluation. Report text lengths, languages and class balance.
+    """  # noqa: D205 - the sentence that --help prints
+
+    epilog = (
+        "Exit code: 0 without errors, 3 with errors (unusable rows, broken pictures, contradictions, leaked queries). "
+        "With --strict, warnings count as errors; notes never do. 2: wrong option; 5: this machine can't do it."
     )
-    parser.add_argument(
-        "--model", metavar="MODEL", help="count tokens with this model; check also looks for unlabelled answers with it"
+
+    against: list[str] = option([], "evaluation data whose queries must not be in PATH", metavar="TEST")
+    against_split: str | None = option(None, "split of the evaluation data; default: the test split", metavar="SPLIT")
+    as_json: Path | None = option(
+        None, "write all findings with examples as JSON", metavar="FILE", spellings=["--json"]
     )
-    add_model_arguments(parser)
-    add_picture_argument(parser)
+    html: Path | None = option(None, "write all findings as an HTML page", metavar="FILE")
+    strict: bool = option(False, "also exit with 3 on warnings")
+    batch_size: Count = option(256, "largest number of items per encoder call", metavar="N")
+
+
+class ShowOptions(RowsOptions, ModelOptions, PictureOptions):
+    """Print rows as training sees them."""
+
+    rows: Count = option(3, "number of rows; default: 3", metavar="N")
+
+
+ACTIONS: Mapping[str, tuple[type[Options], str]] = {
+    "check": (CheckOptions, "find problems"),
+    "show": (ShowOptions, "print a few rows"),
+}
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Check a data set, or show some of its rows."""
-    parsed = parse_arguments(arguments, program=program)
+    description = "Check training data, or show some of it."
+    action, given = parse_action(description, ACTIONS, arguments, program=program)
     command = command_line(program, arguments)
-    return run_command(partial(_check, parsed, command) if parsed.action == "check" else partial(_show, parsed))
+    return run_command(lambda: _check(given, command) if action == "check" else _show(given))
 
 
-def _check(parsed: argparse.Namespace, command: str) -> int:
-    options = _options(parsed, "train", parsed.split)
-    against = dict.fromkeys(parsed.against, _options(parsed, "test", parsed.against_split))
-    _refuse_missing({parsed.path: options, **against})
+def _check(given: Mapping[str, Any], command: str) -> int:
+    options = check(CheckOptions, given)
+    rows = _source(options, "train", options.split)
+    against = dict.fromkeys(options.against, _source(options, "test", options.against_split))
+    _refuse_missing({options.path: rows, **against})
     from vembed.data_check.check import check_data
     from vembed.data_check.report import check_page, terminal_lines, write_html, write_json
 
-    encode = _encoder(parsed)
+    encode = _encoder(options, options.batch_size)
+    # Rows and vectors that don't fit memory go there.
     with tempfile.TemporaryDirectory(prefix="vembed-check-") as folder:
-        check = check_data(parsed.path, options, against, Path(folder), encode)
-        for line in terminal_lines(check):
+        checked = check_data(options.path, rows, against, Path(folder), encode)
+        for line in terminal_lines(checked):
             print(visible(redact(line)))
-        page = check_page(check, command)
-        for path, write in ((parsed.json, write_json), (parsed.html, write_html)):
+        page = check_page(checked, command)
+        for path, write in ((options.as_json, write_json), (options.html, write_html)):
             if path is not None:
                 write(home_path(path), page)
                 print(f"written to {redact(str(path))}")
-        return check.exit_code(strict=parsed.strict)
+        return checked.exit_code(strict=options.strict)
 
 
-def _show(parsed: argparse.Namespace) -> int:
-    if parsed.rows < 1:
-        raise ConfigError(f"--rows must be at least 1, got {parsed.rows}")
-    options = _options(parsed, "train", parsed.split)
-    _refuse_missing({parsed.path: options})
+def _show(given: Mapping[str, Any]) -> int:
+    options = check(ShowOptions, given)
+    rows = _source(options, "train", options.split)
+    _refuse_missing({options.path: rows})
     from vembed.data_check.show import shown_rows
 
-    encode = _encoder(parsed)
-    for line in shown_rows(parsed.path, options, parsed.rows, None if encode is None else encode.encoder):
+    encode = _encoder(options, 1)  # it only counts tokens
+    for line in shown_rows(options.path, rows, options.rows, None if encode is None else encode.encoder):
         print(visible(redact(line)))
     return ExitCode.OK
 
 
-def _options(parsed: argparse.Namespace, role: Role, split: str | None) -> SourceOptions:
+def _source(options: CheckOptions | ShowOptions, role: Role, split: str | None) -> SourceOptions:
     """Return how the data are read, as a configuration with the same keys would have it."""
     from vembed.data.splits import SourceOptions
     from vembed.losses.registry import RunLoss
 
-    name = parsed.loss_type or ("cosent" if parsed.label_kind in ("pair", "grade") else "infonce")
+    name = options.loss_type or ("cosent" if options.label_kind in ("pair", "grade") else "infonce")
+    # Which columns are read follows from the loss: another one reads other columns of the same rows.
     if name not in LOSSES:
         LOSSES.load(name)  # refuses it with the nearest name
     named = ("PATH", "--split") if role == "train" else ("--against", "--against-split")
-    return SourceOptions(role, split, row_keys(parsed), RunLoss.chosen(name, {}).needs(), named=named)
+    keys = options.row_keys(max_image_pixels=options.max_image_pixels)
+    return SourceOptions(role, split, keys, RunLoss.chosen(name, {}).needs(), named=named)
 
 
-def _refuse_missing(sources: dict[str, SourceOptions]) -> None:
+def _refuse_missing(sources: Mapping[str, SourceOptions]) -> None:
     """Refuse paths that lead nowhere before a model is loaded, which takes seconds."""
     from vembed.data.sources import refuse_missing
 
-    for path, options in sources.items():
-        refuse_missing(path, options)
+    for path, source in sources.items():
+        refuse_missing(path, source)
 
 
-def _encoder(parsed: argparse.Namespace) -> ItemEncoder | None:
-    """Load the model, where there is one."""
-    options = load_options(parsed)
-    if parsed.model is None:
-        for name in options:
+def _encoder(options: CheckOptions | ShowOptions, batch_size: int) -> ItemEncoder | None:
+    given = options.load_options()
+    if options.model is None:
+        for name in given:
             if name != "max_image_pixels":
                 raise ConfigError(f"--{name.replace('_', '-')} has an effect only with --model")
         return None
-    if getattr(parsed, "batch_size", 1) < 1:
-        raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
     from vembed.api.model import load
 
     quiet_libraries()
-    return load(parsed.model, **options).item_encoder(getattr(parsed, "batch_size", 1))
+    return load(options.model, **given).item_encoder(batch_size)

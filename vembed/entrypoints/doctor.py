@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -10,43 +9,48 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from vembed.config.load import load_config
-from vembed.entrypoints.command import run_command
+from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.options import Options, check, parse_words
 from vembed.errors import ExitCode
 from vembed.redact import redact
+from vembed.section import option, word
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vembed.config.load import LoadedConfig
 
-DESCRIPTION = (
-    "Check devices, memory, versions and environment variables, run one training step on two processes, compare its "
-    "gradients with plain autograd, and say what to fix. Exits with code 5 if it finds a problem."
-)
+
+class DoctorOptions(Options):
+    """Check devices, memory, versions and environment variables, run one training step on two processes, compare its
+    gradients with plain autograd, and say what to fix. Exits with code 5 if it finds a problem.
+    """  # noqa: D205 - the sentence that --help prints
+
+    config: Path | None = word("CONFIG", "also plan a run of this configuration", None)
+    config_override: list[str] = option(
+        [],
+        "settings that win over the file",
+        metavar="KEY=VALUE",
+        spellings=["--config_override", "--config-override"],
+    )
+    as_json: bool = option(False, "print one JSON object instead of text", spellings=["--json"])
+    no_self_test: bool = option(False, "skip the self test, which starts processes")
 
 
-def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="also plan a run of this configuration")
-    parser.add_argument(
-        "--config_override", "--config-override", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-        help="settings that win over the file",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--no-self-test", action="store_true", help="skip the self test, which starts processes")
-    return parser.parse_args(arguments)
+OPTIONS = DoctorOptions
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Check and test this machine, and say what to fix."""
-    parsed = parse_arguments(arguments, program=program)
+    given = parse_words(DoctorOptions, arguments, program=program)
     # What an earlier launcher left in the environment is for the doctor to find; only a plan would wait for processes.
-    return run_command(lambda: _run(parsed), log_to_stderr=parsed.json, in_several=parsed.config is None)
+    plans = given["config"] is not None
+    return run_command(lambda: _run(given), log_to_stderr="as_json" in given, in_several=not plans)
 
 
-def _run(parsed: argparse.Namespace) -> int:
-    loaded = None if parsed.config is None else load_config(parsed.config, parsed.config_override)
+def _run(given: Mapping[str, Any]) -> int:
+    options = check(DoctorOptions, given)
+    loaded = None if options.config is None else load_config(options.config, options.config_override)
     if loaded is not None:
         from vembed.training.early import refuse_wrong_run
 
@@ -60,23 +64,23 @@ def _run(parsed: argparse.Namespace) -> int:
     odd = odd_variables(os.environ, num_cores=facts.num_cores, num_gpus=len(facts.devices))
     variables = {name: redact(value) for name, value in shown_variables(os.environ).items()}
     checks = check_machine(facts, odd)
-    if not parsed.json:
+    if not options.as_json:
         print(show_facts(facts, variables))
-    tested = {} if parsed.no_self_test else self_tests(len(facts.devices))
-    if not parsed.json:
-        print(show_tests(tested, skipped=parsed.no_self_test))
+    # Text appears as it is found, since the self test takes a while; JSON comes whole at the end.
+    tested = {} if options.no_self_test else self_tests(len(facts.devices))
+    if not options.as_json:
+        print(show_tests(tested, skipped=options.no_self_test))
     plan = None if loaded is None else _plan(loaded)  # may refuse what it plans: only then is anything ready
-    if not parsed.json:
+    if not options.as_json:
         print(show_checks(checks, tested))
     else:
         print(json.dumps(as_document(facts, variables, checks, tested) | {"plan": plan}, indent=2))
-    is_broken = any(check.level == "problem" for check in checks) or not all(map(passed, tested.values()))
+    is_broken = any(finding.level == "problem" for finding in checks) or not all(map(passed, tested.values()))
     return ExitCode.ENVIRONMENT if is_broken else ExitCode.OK
 
 
 def _plan(loaded: LoadedConfig) -> dict[str, Any]:
     """Log what a run of the configuration would plan here, and return it; nothing is left behind."""
-    from vembed.entrypoints.command import quiet_libraries
     from vembed.training.run import run_from_config
 
     quiet_libraries()

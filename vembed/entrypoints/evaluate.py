@@ -10,19 +10,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from vembed.config.messages import checked_section
 from vembed.data.keys import LabelKind
 from vembed.distributed.lock import hold_output
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
-from vembed.entrypoints.evaluate_mteb import evaluate_mteb
-from vembed.entrypoints.options import ModelOptions, check, option, parse_words, word
+from vembed.entrypoints.options import ModelOptions, check, parse_words
 from vembed.errors import ConfigError, ExitCode
 from vembed.evaluation.keys import Bm25Language
 from vembed.files import home_path, is_folder
-from vembed.models.keys import ModelKeys
 from vembed.redact import redact
 from vembed.registry import METRICS
-from vembed.section import Count, Name
+from vembed.section import Count, Name, option, word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +31,8 @@ if TYPE_CHECKING:
     from vembed.distributed.runtime import Runtime
     from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry
     from vembed.evaluation.benchmark.variants import Variant
+    from vembed.evaluation.mteb import TaskScore
+    from vembed.models.keys import ModelKeys
 
 BM25_NAMES = ("bm25", "BM25")
 """What BM25 is called among the models; a folder of that name is given as ./bm25."""
@@ -105,11 +104,6 @@ class EvaluateOptions(ModelOptions):
         """Sets of --data; none with --mteb."""
         return self.data or []
 
-    def model_keys(self, name: str) -> ModelKeys:
-        """Return how a model is read."""
-        given = {key: value for key, value in self.load_options().items() if key in ModelKeys.model_fields}
-        return checked_section(ModelKeys, {"model_name": name, **given})
-
 
 OPTIONS = EvaluateOptions
 
@@ -125,9 +119,9 @@ def _run(options: EvaluateOptions, *, command: str) -> int:
     _refuse_output(options)
     if options.mteb is not None:
         _refuse_without_effect(options, "--mteb measures as MTEB does", of_mteb=True)
-        _refuse_unread_code(options)
+        options.refuse_unread_code()
         with hold_output(options.output):
-            return evaluate_mteb(options)
+            return _evaluate_mteb(options)
     from vembed.data.sources import refuse_missing
     from vembed.data.splits import SourceOptions
 
@@ -142,6 +136,7 @@ def _refuse_output(options: EvaluateOptions) -> None:
     from vembed.data.presets import preset_path
     from vembed.models.names import MODEL_FOLDER, is_run
 
+    # The folder of a run holds its model below model/: naming either means both.
     places = [preset.folder if (preset := preset_path(path)) else home_path(path) for path in options.sets]
     for model in (home_path(name).resolve() for name in options.models if name not in BM25_NAMES):
         run = model.parent if model.name == MODEL_FOLDER and is_run(model.parent) else model
@@ -169,6 +164,7 @@ def _measures_pairs(options: EvaluateOptions) -> bool:
 
 def _refuse_without_effect(options: EvaluateOptions, said: str, *, of_mteb: bool = False) -> None:
     """Refuse options that have no effect beside another; `said` says which, and what it does."""
+    # An option at its default asks for nothing; any other value would be dropped without a word.
     without_effect = {
         "--metric": options.metric != DEFAULT_METRIC,
         "--bm25": options.bm25,
@@ -192,9 +188,33 @@ def _refuse_without_effect(options: EvaluateOptions, said: str, *, of_mteb: bool
         raise ConfigError(f"{said}, and {named[0]} is no model of vectors: leave it out")
 
 
+def _evaluate_mteb(options: EvaluateOptions) -> int:
+    """Evaluate each model on MTEB's tasks, print a table, and leave MTEB's own files in the output."""
+    quiet_libraries()
+    from vembed.api.model import load
+    from vembed.evaluation.benchmark.names import model_labels
+    from vembed.evaluation.mteb import find_tasks, run_tasks, scores_table
+
+    labels = model_labels(options.models)
+    tasks = find_tasks(options.mteb or ())
+    folder = home_path(options.output) / "mteb"
+    scores: dict[str, list[TaskScore]] = {}
+    for name, label in zip(options.models, labels, strict=True):
+        model = load(name, **options.load_options())
+        scores[label] = []
+        for score in run_tasks(model, tasks, folder, batch_size=options.batch_size):
+            print(f"{label} on {score.task}: {score.measure} {score.value:.4f}", flush=True)
+            scores[label].append(score)
+        del model
+        gc.collect()  # two large models don't fit at once
+    print("\n" + "\n".join(scores_table(scores)))
+    print(f"\nwritten to {folder / 'results'}, in the form of MTEB's results repository")
+    return ExitCode.OK
+
+
 def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     """Measure how far the models' similarities follow the labels of pairs."""
-    _refuse_unread_code(options)
+    options.refuse_unread_code()
 
     import torch
 
@@ -219,6 +239,7 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     sets = [replace(each, name=name) for each, name in zip(sets, names, strict=True)]
     runtime = start_runtime(deterministic=False)
     dtype = torch.bfloat16 if options.bf16 else None
+    # Pairs by model: of each set a dictionary label -> (n,) similarities. Vectors are gone with their model.
     similarities: list[dict[str, NDArray[np.float32]]] = [{} for _ in sets]
     with StopSignal(advice="run the same command again") as stop:
         for name, label in zip(options.models, model_labels(options.models), strict=True):
@@ -236,13 +257,6 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     return ExitCode.OK
 
 
-def _refuse_unread_code(options: EvaluateOptions) -> None:
-    from vembed.api.loading import COMMIT
-
-    if options.trust_remote_code and not COMMIT.fullmatch(options.model_revision or ""):
-        raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")
-
-
 def _facts(runtime: Runtime, *packages: str) -> list[tuple[str, str]]:
     """Return what a result was made on and with."""
     facts = [
@@ -253,9 +267,10 @@ def _facts(runtime: Runtime, *packages: str) -> list[tuple[str, str]]:
 
 
 def _evaluate(options: EvaluateOptions, *, command: str) -> int:
+    # All that words alone can get wrong is told before torch is imported and before a set is read.
     k = _cut_off(options.metric)
     variants = _variants(options)
-    _refuse_unread_code(options)
+    options.refuse_unread_code()
 
     from vembed.distributed.runtime import start_runtime
     from vembed.distributed.signals import StopSignal
@@ -268,6 +283,7 @@ def _evaluate(options: EvaluateOptions, *, command: str) -> int:
     runtime = start_runtime(deterministic=False)
     with StopSignal(advice="what is done is kept, and the same command continues") as stop:
         settings = _benchmark_options(options, device=runtime.device, variants=variants, k=k, poll=stop.poll)
+        # Word matching has no weights: run_benchmark evaluates it by its language.
         models = [_model_keys(options, name) for name in options.models if name not in BM25_NAMES]
         entries = []
         for entry in run_benchmark(models, options.sets, options.output, settings):

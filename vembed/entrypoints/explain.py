@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING
 
 from vembed.config.documents import write_mapping
@@ -11,23 +10,28 @@ from vembed.config.names import ALIASES, ANY_VALUE, FOREIGN, OTHER_KEYS, VALUES_
 from vembed.config.reference import example, key_facts
 from vembed.config.schema import SECTIONS, rules, section_keys
 from vembed.entrypoints.command import run_command
+from vembed.entrypoints.options import Options, check, parse_words
 from vembed.errors import ConfigError, ExitCode
+from vembed.section import word
 from vembed.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DESCRIPTION = "Say what a key of the configuration does: its values, default, effect and rules. Without KEY, list all."
+
+class ExplainOptions(Options):
+    """Say what a key of the configuration does: its values, default, effect and rules. Without KEY, list all."""
+
+    key: str | None = word("KEY", "key, alias, section, or what another trainer calls it or a value", None)
+
+
+OPTIONS = ExplainOptions
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Say what a key of the configuration does."""
-    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    parser.add_argument(
-        "key", nargs="?", metavar="KEY", help="key, alias, section, or what another trainer calls it or a value"
-    )
-    parsed = parser.parse_args(arguments)
-    return run_command(lambda: _run(parsed.key))
+    given = parse_words(ExplainOptions, arguments, program=program)
+    return run_command(lambda: _run(check(ExplainOptions, given).key))
 
 
 def _run(name: str | None) -> int:

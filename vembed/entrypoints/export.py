@@ -2,137 +2,136 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from vembed.distributed.lock import hold_for_command
-from vembed.entrypoints.command import quiet_libraries, run_command, say_whole
-from vembed.entrypoints.model_arguments import add_card_arguments, add_source_arguments, source_keys
+from vembed.distributed.signals import StopSignal
+from vembed.entrypoints.command import held_output, quiet_libraries, run_command
+from vembed.entrypoints.options import WRITING_HEADINGS, TrustOptions, check, parse_words
 from vembed.errors import ConfigError, ExitCode
-from vembed.extras import import_extra
+from vembed.evaluation.keys import CardKeys
 from vembed.files import clean_beside, home_path
 from vembed.redact import redact
+from vembed.registry import import_extra
+from vembed.section import option, word
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
     from vembed.models.export.write import Exported, ExportRequest
 
-DESCRIPTION = (
-    "Write a model into a folder that sentence-transformers, transformers or open_clip loads, with a model card "
-    "(README.md) made from the records of its run. The folder is loaded again and must give the same vectors."
-)
-FORMATS = ("auto", "sentence-transformers", "transformers", "open_clip", "pylate", "onnx")
-DTYPES = ("float32", "float16", "bfloat16")
+FOR_GRAPHS = "for --format onnx: a sentence-transformers folder with ONNX graphs in onnx/"
 
 
-def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line of an export."""
-    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    parser.add_argument("model", metavar="RUN_OR_MODEL", help="output folder of a run, folder of a model, or hub id")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be empty")
-    parser.add_argument(
-        "--format", choices=FORMATS, default="auto", help="library to write for; default: auto, the model's own"
+class ExportOptions(CardKeys, TrustOptions):
+    """Write a model into a folder that sentence-transformers, transformers or open_clip loads, with a model card
+    (README.md) made from the records of its run. The folder is loaded again and must give the same vectors.
+    """  # noqa: D205 - the sentence that --help prints
+
+    headings: ClassVar = {FOR_GRAPHS: ("int8", "opset", "allow_lower"), **WRITING_HEADINGS}
+
+    model: str = word("RUN_OR_MODEL", "output folder of a run, folder of a model, or hub id")
+    output: Path = option(..., "folder to write; must be empty", metavar="DIR")
+    format: Literal["auto", "sentence-transformers", "transformers", "open_clip", "pylate", "onnx"] = option(
+        "auto", "library to write for; default: auto, the model's own"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="data type of the stored weights; default: that of the model")
-    parser.add_argument("--overwrite", action="store_true", help="replace the model that DIR holds")
-    parser.add_argument(
-        "--checkpoint",
-        type=int,
-        metavar="STEP",
-        help="export this checkpoint of the run instead of its model; the run may be unfinished",
+    dtype: Literal["float32", "float16", "bfloat16"] | None = option(
+        None, "data type of the stored weights; default: that of the model"
     )
-    graphs = parser.add_argument_group("for --format onnx: a sentence-transformers folder with ONNX graphs in onnx/")
-    graphs.add_argument("--int8", action="store_true", help="also write a graph with 8-bit weights")
-    graphs.add_argument("--opset", type=int, metavar="N", help="ONNX operator set version; default: that of torch")
-    graphs.add_argument(
-        "--allow-lower",
-        action="store_true",
-        help="accept a graph whose vectors have a cosine below 0.999 to the model's",
+    overwrite: bool = option(False, "replace the model that DIR holds")
+    checkpoint: int | None = option(
+        None, "export this checkpoint of the run instead of its model; the run may be unfinished", metavar="STEP"
     )
-    add_card_arguments(parser)
-    add_source_arguments(parser)
-    return parser.parse_args(arguments)
+    int8: bool = option(False, "also write a graph with 8-bit weights")
+    opset: int | None = option(None, "ONNX operator set version; default: that of torch", metavar="N")
+    allow_lower: bool = option(False, "accept a graph whose vectors have a cosine below 0.999 to the model's")
+
+
+OPTIONS = ExportOptions
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Export a model with its card for another library."""
-    parsed = parse_arguments(arguments, program=program)
-    return run_command(lambda: _run(parsed, arguments))
+    given = parse_words(ExportOptions, arguments, program=program)
+    return run_command(lambda: _run(given, arguments))
 
 
-def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
-    output = home_path(parsed.output).resolve()
-    with ExitStack() as stack:
-        is_whole = stack.enter_context(hold_for_command(output, words))
-        shutil.rmtree(_checkpoint_folder(output), ignore_errors=True)  # what a kill left
-        if is_whole and not parsed.overwrite:
-            clean_beside(output)
-            return say_whole(parsed.output)
-        return _export(parsed, stack)
+def _run(given: Mapping[str, Any], words: Sequence[str]) -> int:
+    options = check(ExportOptions, given)
+    output = home_path(options.output).resolve()
+    from_checkpoint = output.with_name(f".{output.name}.checkpoint")  # the model of --checkpoint while it is exported
+    clean = partial(clean_beside, output)
+    with held_output(options.output, words, overwrite=options.overwrite, clean=clean) as is_finished:
+        shutil.rmtree(from_checkpoint, ignore_errors=True)  # what a kill left
+        if is_finished:
+            return ExitCode.OK
+        try:
+            return _export(options, from_checkpoint)
+        finally:
+            shutil.rmtree(from_checkpoint, ignore_errors=True)
 
 
-def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
-    from vembed.api.card import OwnersWords, card_files
-    from vembed.api.loading import locate_model
-    from vembed.distributed.signals import StopSignal
+def _export(options: ExportOptions, from_checkpoint: Path) -> int:
     from vembed.models.export.write import export_model
+    from vembed.models.names import locate_model
+    from vembed.publishing.card import card_files, spelled
 
     quiet_libraries()
-    words = OwnersWords.checked(parsed.license, parsed.base_model_license, parsed.language)
-    model, run = locate_model(parsed.model) if parsed.checkpoint is None else (_saved_model(parsed, stack), None)
-    request = _request(parsed, model)
+    # Words on the card are refused before the model is loaded, which takes seconds to minutes.
+    owner = spelled(options)
+    if options.checkpoint is None:
+        model, run = locate_model(options.model)
+    else:
+        model, run = _saved_model(options.model, options.checkpoint, from_checkpoint), None
+    request = _request(options, model)
     title = redact(request.output.expanduser().resolve().name)
-    card = card_files(title, title, model, run, words)
+    card = card_files(title, title, model, run, owner)
     with StopSignal(advice="nothing was written, export again") as stop:
         exported = export_model(request, card, poll=stop.poll)
-    _print(exported, request.output, words.license)
+    _print(exported, request.output, owner.license)
     return ExitCode.OK
 
 
-def _request(parsed: argparse.Namespace, model: str) -> ExportRequest:
+def _request(options: ExportOptions, model: str) -> ExportRequest:
     import torch
 
     from vembed.models.export.graph import GraphRequest
     from vembed.models.export.write import ExportRequest
 
-    keys = source_keys(parsed, model)
-    dtype = None if parsed.dtype is None else getattr(torch, parsed.dtype)
-    form, graphs = parsed.format, None
+    keys = options.model_keys(model)
+    graphs, form = None, options.format
+    # Graphs are a part of a sentence-transformers folder, whose library picks them up by their names.
     if form == "onnx":
         for name in ("onnx", "onnxruntime", "onnxscript"):
             import_extra(name, "onnx", "--format onnx")
-        form, graphs = (
-            "sentence-transformers",
-            GraphRequest(int8=parsed.int8, opset=parsed.opset, allow_lower=parsed.allow_lower),
-        )
-    elif parsed.int8 or parsed.opset is not None or parsed.allow_lower:
+        form = "sentence-transformers"
+        graphs = GraphRequest(int8=options.int8, opset=options.opset, allow_lower=options.allow_lower)
+    elif options.int8 or options.opset is not None or options.allow_lower:
         raise ConfigError("--int8, --opset and --allow-lower are for graphs; add --format onnx")
     return ExportRequest(
-        keys=keys, output=parsed.output, form=form, dtype=dtype, overwrite=parsed.overwrite, graphs=graphs
+        keys=keys,
+        output=options.output,
+        form=form,
+        dtype=None if options.dtype is None else getattr(torch, options.dtype),
+        overwrite=options.overwrite,
+        graphs=graphs,
     )
 
 
-def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> str:
-    """Return the model of a checkpoint, written beside the output for as long as the command runs."""
+def _saved_model(run_name: str, step: int, folder: Path) -> str:
+    """Write the model of a checkpoint into a folder, and return what it is loaded by."""
     from vembed.training.output import OutputFolder
     from vembed.training.saving import write_saved_model
 
-    run = Path(parsed.model).expanduser().resolve()
+    run = Path(run_name).expanduser().resolve()
     if not OutputFolder(run).checkpoints.is_dir():
-        raise ConfigError(f"--checkpoint: {parsed.model} has no checkpoints; name the output folder of a run")
-    folder = _checkpoint_folder(home_path(parsed.output).resolve())
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        raise ConfigError(f"--checkpoint: {run_name} has no checkpoints; name the output folder of a run")
     folder.mkdir(parents=True)
-    print(f"the card tells nothing of the run: its report is of its kept model, not of step {parsed.checkpoint}")
-    return str(write_saved_model(run, parsed.checkpoint, folder))
-
-
-def _checkpoint_folder(output: Path) -> Path:
-    return output.with_name(f".{output.name}.checkpoint")
+    print(f"the card tells nothing of the run: its report is of its kept model, not of step {step}")
+    return str(write_saved_model(run, step, folder))
 
 
 def _print(exported: Exported, output: Path, license_id: str | None) -> None:
@@ -140,6 +139,7 @@ def _print(exported: Exported, output: Path, license_id: str | None) -> None:
     from vembed.models.export.graph import LEAST
     from vembed.pages.text import bytes_text
 
+    # The difference is that of reading back alone; rounding is told apart, as it was asked for.
     dtype = str(exported.dtype).removeprefix("torch.")
     print(f"read back by {' and '.join(exported.readers)}: {exported.num_items} sample items, largest difference "
           f"{exported.difference:.2g}")  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from contextlib import suppress
@@ -13,9 +12,11 @@ from vembed.config.documents import write_mapping
 from vembed.config.load import load_config
 from vembed.config.messages import checked_section, key_schemas
 from vembed.entrypoints.command import run_command
+from vembed.entrypoints.options import Options, check, parse_words
 from vembed.errors import ConfigError, DataError, ExitCode, MachineError
 from vembed.files import home_path
 from vembed.models.names import scratch_rate
+from vembed.section import option, word
 from vembed.text import cut
 
 if TYPE_CHECKING:
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
     from vembed.data.columns import ColumnsRead
 
-DESCRIPTION = (
-    "Write a configuration that trains on DATA: the keys that most runs set, chosen from the columns of the data, each "
-    "with a comment."
-)
 BUILTIN_DATA = "builtin:stdlib-code"
 TEXT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 PICTURE_MODEL = "openai/clip-vit-base-patch32"
@@ -40,38 +37,48 @@ FEW_ROWS = 1_000
 """Rows read to choose a batch that a small set fills several times."""
 
 
+class InitOptions(Options):
+    """Write a configuration that trains on DATA: the keys that most runs set, chosen from the columns of the data, each
+    with a comment.
+    """  # noqa: D205 - the sentence that --help prints
+
+    data: str | None = word("DATA", "training data: file, folder or hub id; default: a built-in set", None)
+    model: str | None = option(
+        None, "as model_name takes it; default: one that fits the columns of the data", metavar="MODEL"
+    )
+    test: list[str] | None = option(
+        None, "sets of the verdict, as test_data_path takes them; default: none", metavar="SET"
+    )
+    output: Path = option(Path("config.yaml"), "default: config.yaml", metavar="FILE", spellings=["-o", "--output"])
+    overwrite: bool = option(False, "replace FILE if it is there")
+
+
+OPTIONS = InitOptions
+
+
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Write a configuration for your data."""
-    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    parser.add_argument(
-        "data", nargs="?", metavar="DATA", help="training data: file, folder or hub id; default: a built-in set"
-    )
-    parser.add_argument(
-        "--model", metavar="MODEL", help="as model_name takes it; default: one that fits the columns of the data"
-    )
-    parser.add_argument(
-        "--test", nargs="+", metavar="SET", help="sets of the verdict, as test_data_path takes them; default: none"
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, default=Path("config.yaml"), metavar="FILE", help="default: config.yaml"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it is there")
-    parsed = parser.parse_args(arguments)
-    return run_command(lambda: _run(parsed, home_path(parsed.output)))
+    given = parse_words(InitOptions, arguments, program=program)
+    return run_command(lambda: _run(given))
 
 
-def _run(parsed: argparse.Namespace, output: Path) -> int:
-    if output.exists() and not parsed.overwrite:
+def _run(given: Mapping[str, Any]) -> int:
+    options = check(InitOptions, given)
+    output = home_path(options.output)
+    if output.exists() and not options.overwrite:
         raise ConfigError(f"{output} is there already; name another file with -o, or add --overwrite")
-    values, comments = _chosen(parsed.data or BUILTIN_DATA, parsed.model, parsed.test)
+    from vembed.training.early import refuse_wrong_run
+
+    values, comments = _chosen(options.data or BUILTIN_DATA, options.model, options.test)
     lines = [f"# Train with: vembed train {output}", "# What a key does: vembed explain KEY", ""]
     for name, value in values.items():
         written = write_mapping({name: value}).strip()
         lines.append(f"{written}  # {comments.get(name) or _meaning(name)}")
+    # The file appears only once it is valid; a draft that fails is gone, and what stood there before is untouched.
     draft = output.with_name(f".{os.getpid()}-{output.name}")  # of the same suffix, which a configuration goes by
     try:
         draft.write_text("\n".join([*lines, ""]), "utf-8")
-        _check(draft)
+        refuse_wrong_run(load_config(draft).config)
         draft.replace(output)
     except OSError as error:
         raise MachineError(f"{output} can't be written: {error.strerror or error}") from error
@@ -83,12 +90,6 @@ def _run(parsed: argparse.Namespace, output: Path) -> int:
         print(f"Guessed from the order of the columns: {taken}: change column_mapping if that's wrong")
     print(f"{output} is written and valid. Train with: vembed train {output}")
     return ExitCode.OK
-
-
-def _check(path: Path) -> None:
-    from vembed.training.early import refuse_wrong_run
-
-    refuse_wrong_run(load_config(path).config)
 
 
 def _meaning(name: str) -> str:
@@ -127,6 +128,7 @@ def _chosen(data: str, model: str | None, test: list[str] | None) -> tuple[dict[
         values |= {"epochs": SCRATCH_EPOCHS, "learning_rate": rate}
         comments["epochs"] = "passes over the training data; many, as the model starts from random weights"
         comments["learning_rate"] = "peak, after the warmup; high, as the model starts from random weights"
+    # In-batch negatives need other rows: an epoch should be at least four batches.
     while len(rows) < FEW_ROWS and rows and values["batch_size"] > max(2, len(rows) // 4):
         values["batch_size"] //= 2
     values["output_dir"] = f"runs/{name}"
@@ -174,6 +176,7 @@ def _supervision(columns: ColumnsRead, rows: Sequence[Mapping[str, Any]]) -> dic
     numbers = [number for cell in cells if (number := _number(cell)) is not None]
     if not numbers or len(numbers) < len(cells):
         return {}
+    # 0 and 1 beside two texts are yes and no; only numbers between or beyond them are grades.
     if set(numbers) <= {0, 1}:
         kind = "pair"
     elif {"query", "positive"} <= {*columns.used} or any(number != int(number) for number in numbers):

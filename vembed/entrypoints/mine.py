@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import shutil
 import time
-from contextlib import ExitStack
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.data.keys import DataKeys
-from vembed.distributed.lock import hold_for_command
-from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
-from vembed.entrypoints.command import command_line, quiet_libraries, run_command, say_whole
-from vembed.entrypoints.options import ModelOptions, PictureOptions, RowOptions, check, option, parse_words, word
-from vembed.errors import ConfigError, ExitCode
+from vembed.entrypoints.command import command_line, held_output, run_command, run_with_output
+from vembed.entrypoints.options import ModelOptions, PictureOptions, RowOptions, check, parse_words
+from vembed.errors import ConfigError
 from vembed.files import home_path
 from vembed.redact import redact
-from vembed.section import Count, Name
+from vembed.section import Count, Name, option, word
 from vembed.text import plural
 from vembed.vectors.keys import SOURCES, MiningKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from vembed.batch import ImageLimits
     from vembed.data.splits import SourceOptions
@@ -98,33 +96,17 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
     source = SourceOptions("train", options.split, keys, loss, named=named)
     refuse_missing(options.data, source)
 
-    with ExitStack() as stack:
-
-        def is_finished() -> bool:
-            """Hold the output; return whether a start that was killed at its end has written it, and clean up then."""
-            is_whole = stack.enter_context(hold_for_command(output, words)) and not options.overwrite
-            if is_whole:
-                shutil.rmtree(_work_folder(output), ignore_errors=True)
-            else:
+    @contextmanager
+    def held() -> Iterator[bool]:
+        clean = partial(shutil.rmtree, _work_folder(output), ignore_errors=True)
+        with held_output(output, words, overwrite=options.overwrite, clean=clean) as is_finished:
+            if not is_finished:
                 refuse_output(output, overwrite=options.overwrite)
-            return is_whole
+            yield is_finished
 
-        if not process_env().is_launched and is_finished():  # before torch is imported, which takes seconds
-            return say_whole(output)
-        from vembed.distributed.runtime import shut_down, start_runtime
-        from vembed.distributed.signals import StopSignal
-
-        quiet_libraries()
-        runtime = start_runtime(deterministic=False, watchdog=watchdog)
-        stop = stack.enter_context(StopSignal(advice="what is done is kept, and the same command continues"))
-        if process_env().is_launched and runtime.ranks.from_first(is_finished):
-            shut_down(watchdog)
-            return say_whole(output)
-        ranks = runtime.ranks
-        stack.enter_context(stop.asking(ranks.agreement(runtime.device)))
-        _mine(options, command, source, output, runtime, stop)
-    shut_down(watchdog)
-    return ExitCode.OK
+    body = partial(_mine, options, command, source, output)
+    advice = "what is done is kept, and the same command continues"
+    return run_with_output(body, held, watchdog=watchdog, advice=advice)
 
 
 def _mine(
@@ -143,6 +125,7 @@ def _mine(
     from vembed.mining.task import MiningTask
     from vembed.pages.write import write_page
 
+    # Every rank encodes its share and reads the shares of the others; the first one alone writes and prints.
     seconds, ranks = Seconds(), runtime.ranks
     with seconds.part("read data"):
         loaded = load_records(options.data, source)

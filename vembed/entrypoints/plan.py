@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,66 +9,71 @@ from typing import TYPE_CHECKING
 
 from vembed.config.load import load_config
 from vembed.entrypoints import train
-from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
+from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.options import ConfigOptions, check, parse_words
 from vembed.errors import ConfigError, ExitCode
 from vembed.plan.devices import parse_devices
 from vembed.plan.text import comparison, explain, explain_fully
+from vembed.section import option
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vembed.plan.plan import Plan
-
-DESCRIPTION = "Show how a run would train, and what every other way would cost."
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
 ASSUMED_RECORDS = 100_000
 """Records of a run whose data nobody reads."""
 
 
-def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=DESCRIPTION,
-        epilog="With --devices or --model-config, neither data nor weights are read. Otherwise the plan is for this "
-        "machine, and plan.json is written to the output folder; --json prints it instead.",
+class PlanOptions(ConfigOptions):
+    """Show how a run would train, and what every other way would cost."""
+
+    epilog = (
+        "With --devices or --model-config, neither data nor weights are read. Otherwise the plan is for this machine, "
+        "and plan.json is written to the output folder; --json prints it instead."
     )
-    add_config_arguments(parser)
-    parser.add_argument("--devices", metavar="8xH100-80GB", help="devices to plan for; also 4x24GB or 2x8xA100-40GB")
-    parser.add_argument(
-        "--model-config",
+
+    devices: str | None = option(None, "devices to plan for; also 4x24GB or 2x8xA100-40GB", metavar="8xH100-80GB")
+    model_config_file: str | None = option(
+        None,
+        "JSON file with the model's shape, used instead of the model (configs/shapes)",
         metavar="FILE",
-        help="JSON file with the model's shape, used instead of the model (configs/shapes)",
+        spellings=["--model-config"],  # `model_config` is pydantic's
     )
-    parser.add_argument(
-        "--records", type=int, metavar="N", help=f"rows to assume when no data are read; default: {ASSUMED_RECORDS:,}"
+    records: int | None = option(
+        None, f"rows to assume when no data are read; default: {ASSUMED_RECORDS:,}", metavar="N"
     )
-    parser.add_argument("--details", action="store_true", help="also list every reason and every way to train")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    return parser.parse_args(arguments)
+    details: bool = option(False, "also list every reason and every way to train")
+    as_json: bool = option(False, "print the plan as JSON", spellings=["--json"])
+
+
+OPTIONS = PlanOptions
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Show how a run would train, here or on other devices."""
-    parsed = parse_arguments(arguments, program=program)
-    elsewhere = parsed.devices is not None or parsed.model_config is not None
-    if not elsewhere and not parsed.json and parsed.records is None:
+    given = parse_words(PlanOptions, arguments, program=program)
+    # The plan of this machine is what `vembed train --plan` prints, data and model read: the same code says it.
+    if not given.keys() & {"devices", "model_config_file", "as_json", "records"}:
         return train.main([*arguments, "--plan"], program=program)
-    return run_command(lambda: _plan(parsed, elsewhere=elsewhere), log_to_stderr=parsed.json)
+    return run_command(lambda: _run(given), log_to_stderr="as_json" in given)
 
 
-def _plan(parsed: argparse.Namespace, *, elsewhere: bool) -> int:
-    if parsed.records is not None and (not elsewhere or parsed.records < 2):
+def _run(given: Mapping[str, Any]) -> int:
+    options = check(PlanOptions, given)
+    shape = options.model_config_file
+    elsewhere = options.devices is not None or shape is not None
+    if options.records is not None and (not elsewhere or options.records < 2):
         raise ConfigError("--records says how many of at least 2 records to assume, beside --devices or --model-config")
-    if parsed.model_config is not None and not Path(parsed.model_config).is_file():
-        raise ConfigError(f"--model-config {parsed.model_config}: no such file; configs/shapes holds some")
-    loaded = load_config(config_path(parsed), parsed.config_override)
-    devices = None if parsed.devices is None else parse_devices(parsed.devices)
+    if shape is not None and not Path(shape).is_file():
+        raise ConfigError(f"--model-config {shape}: no such file; configs/shapes holds some")
+    loaded = load_config(options.path, options.config_override)
+    devices = None if options.devices is None else parse_devices(options.devices)
     from vembed.training.planning import plan_elsewhere
     from vembed.training.run import run_from_config
 
     quiet_libraries()
     if not elsewhere:
+        # A plan that is only printed must not touch the folder of a run that may be there.
         with TemporaryDirectory(prefix="vembed-plan-") as folder:
             run_from_config(
                 loaded.config.model_copy(update={"output_dir": folder}),
@@ -79,22 +83,13 @@ def _plan(parsed: argparse.Namespace, *, elsewhere: bool) -> int:
             )
             print((Path(folder) / "plan.json").read_text("utf-8"), end="")
         return ExitCode.OK
-    made = plan_elsewhere(
-        loaded.config, devices, shape=parsed.model_config, num_records=parsed.records or ASSUMED_RECORDS
-    )
-    _show(
-        made.noting(*loaded.notes, first=True),
-        loaded.config.model_name if parsed.model_config is None else parsed.model_config,
-        parsed,
-    )
-    return ExitCode.OK
-
-
-def _show(plan: Plan, model: str, parsed: argparse.Namespace) -> None:
-    if parsed.json:
+    plan = plan_elsewhere(loaded.config, devices, shape=shape, num_records=options.records or ASSUMED_RECORDS)
+    plan = plan.noting(*loaded.notes, first=True)
+    if options.as_json:
         print(json.dumps(plan.to_json(), indent=2))
-        return
-    facts = {"model": model, "devices": parsed.devices or "this machine"}
+        return ExitCode.OK
+    facts = {"model": shape or loaded.config.model_name, "devices": options.devices or "this machine"}
     print(explain(plan, facts=facts, details="--details, or --json"))
-    if parsed.details:
+    if options.details:
         print(explain_fully(plan, facts=facts), comparison(plan), sep="\n")
+    return ExitCode.OK

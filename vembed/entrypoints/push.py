@@ -2,70 +2,63 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING
 
+from vembed.distributed.signals import StopSignal
 from vembed.entrypoints.command import quiet_libraries, run_command
-from vembed.entrypoints.model_arguments import add_card_arguments, add_source_arguments, source_keys
+from vembed.entrypoints.options import WRITING_HEADINGS, TrustOptions, check, parse_words
 from vembed.errors import ExitCode
+from vembed.evaluation.keys import CardKeys
 from vembed.redact import redact
+from vembed.section import option, word
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vembed.api.push import Pushed
-
-DESCRIPTION = (
-    "Send a trained model to the Hugging Face hub: the folder that `vembed export` writes, with a card that tells what "
-    "was measured. Checkpoints, logs and data stay here. The repository is private unless you say --public."
-)
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
 
-def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    parser.add_argument("model", metavar="RUN_OR_MODEL", help="output folder of a run, or folder of a model")
-    parser.add_argument("repo", metavar="OWNER/NAME", help="repository of the hub; created if it doesn't exist")
-    parser.add_argument("--public", action="store_true", help="let everyone see it; default: private")
-    parser.add_argument("--dry-run", action="store_true", help="show what would be sent, and send nothing")
-    parser.add_argument("--revision", metavar="BRANCH", help="branch to send to; default: main")
-    parser.add_argument("--message", metavar="TEXT", help="message of the commit")
-    add_card_arguments(parser)
-    add_source_arguments(parser)
-    return parser.parse_args(arguments)
+class PushOptions(CardKeys, TrustOptions):
+    """Send a trained model to the Hugging Face hub: the folder that `vembed export` writes, with a card that tells what
+    was measured. Checkpoints, logs and data stay here. The repository is private unless you say --public.
+    """  # noqa: D205 - the sentence that --help prints
+
+    headings = WRITING_HEADINGS
+
+    model: str = word("RUN_OR_MODEL", "output folder of a run, or folder of a model")
+    repo: str = word("OWNER/NAME", "repository of the hub; created if it doesn't exist")
+    public: bool = option(False, "let everyone see it; default: private")
+    dry_run: bool = option(False, "show what would be sent, and send nothing")
+    revision: str | None = option(None, "branch to send to; default: main", metavar="BRANCH")
+    message: str | None = option(None, "message of the commit", metavar="TEXT")
+
+
+OPTIONS = PushOptions
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Send a trained model with its card to the Hugging Face hub."""
-    parsed = parse_arguments(arguments, program=program)
-    return run_command(lambda: _run(parsed))
+    given = parse_words(PushOptions, arguments, program=program)
+    return run_command(lambda: _run(given))
 
 
-def _run(parsed: argparse.Namespace) -> int:
-    from vembed.api.card import OwnersWords
-    from vembed.api.push import PushRequest, push_model
-    from vembed.distributed.signals import StopSignal
+def _run(given: Mapping[str, Any]) -> int:
+    options = check(PushOptions, given)
+    from vembed.pages.text import bytes_text
+    from vembed.publishing.push import push_model
 
     quiet_libraries()
-    request = PushRequest(
-        source=parsed.model,
-        repo=parsed.repo,
-        public=parsed.public,
-        dry_run=parsed.dry_run,
-        revision=parsed.revision,
-        message=parsed.message,
-        words=OwnersWords.checked(parsed.license, parsed.base_model_license, parsed.language),
-        keys=source_keys(parsed, "unnamed"),
-    )
     with StopSignal(advice="nothing was sent, push again") as stop:
-        pushed = push_model(request, poll=stop.poll)
-    _print(pushed)
-    return ExitCode.OK
-
-
-def _print(pushed: Pushed) -> None:
-    from vembed.pages.text import bytes_text
-
+        pushed = push_model(
+            options.model,
+            options.repo,
+            keys=options.model_keys("unnamed"),
+            owner=options,
+            public=options.public,
+            dry_run=options.dry_run,
+            revision=options.revision,
+            message=options.message,
+            poll=stop.poll,
+        )
     for name, size in pushed.files:
         print(f"{bytes_text(size):>10}  {name}")
     for name in pushed.left_out:
@@ -76,3 +69,4 @@ def _print(pushed: Pushed) -> None:
         print(f"dry run: {len(pushed.files)} files would go to {pushed.repo} ({who}); nothing was sent")
     else:
         print(f"sent {len(pushed.files)} files to {pushed.repo} ({who}): {pushed.url}")
+    return ExitCode.OK

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if not __package__:  # started as a file: Python put this folder on the path, where the package's parent belongs
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from vembed.collector import collector_paused
+from vembed import collector_paused
 from vembed.config.load import file_values, load_config
 from vembed.distributed.accelerate import deepspeed_refusal, is_deepspeed
 from vembed.distributed.lock import hold_output
@@ -20,10 +20,11 @@ from vembed.distributed.process_env import LAUNCHED_BY, process_env
 from vembed.distributed.signals import StopSignal
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
-from vembed.entrypoints.options import ConfigOptions, check, flags, option, parse_words
+from vembed.entrypoints.options import ConfigOptions, check, flags, parse_words
 from vembed.errors import ConfigError, ExitCode
 from vembed.redact import redact
 from vembed.registry import plugin_lines
+from vembed.section import option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     given = parse_words(TrainOptions, words, program=program)
+    # Words behind --help and in the report are those of the user, not of the launcher.
     called = os.environ.get(LAUNCHED_BY, program)  # a process of several: as the user called the first one
     watchdog, stop = Watchdog(), StopSignal(at_once=True)
     watchdog.words.doing = "starting"
@@ -71,6 +73,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: 
     if options.details and options.mode != "plan":
         raise ConfigError("--details belongs to --plan: add --plan, or leave it out")
     loaded = _load(options)
+    # Validation stops short of torch: it answers in under a second, and importing torch takes several.
     if options.mode == "validate":
         from vembed.training.early import refuse_wrong_run
 
@@ -78,8 +81,10 @@ def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: 
         _say_valid(loaded)
         return ExitCode.OK
     mode: Mode = options.mode
+    # Several seeds are several processes; this one only waits, and never loads torch.
     if loaded.config.seeds is not None and mode == "train":
         return _train_seeds(loaded.config, options, command_line(called, words))
+    # The lock on the output outlives everything that writes there: it is entered first and left last.
     with ExitStack() as held:
         if not process_env().is_launched:  # what can be told before torch is imported, which takes seconds
             from vembed.training.early import refuse_wrong_inputs, refuse_wrong_output
@@ -91,6 +96,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: 
                 held.enter_context(hold_output(Path(loaded.config.output_dir)))
             if mode != "plan":
                 refuse_wrong_output(loaded.config)
+        # Counting devices needs torch, so it comes behind all that can be refused without.
         num_processes = 1 if mode == "plan" else _processes_to_start(loaded.config)
         if num_processes > 1:
             held.close()  # the first of them holds it
@@ -155,6 +161,7 @@ def _load(options: TrainOptions) -> LoadedConfig:
     path = options.path
     if path is None and not overrides:
         raise ConfigError("name a configuration: vembed train CONFIG; vembed init DATA writes one")
+    # A file of DeepSpeed's is JSON too: its own keys would each be unknown, so it gets one answer for all.
     try:
         return load_config(path, overrides)
     except ConfigError:

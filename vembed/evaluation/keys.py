@@ -3,7 +3,7 @@
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from vembed.registry import METRICS
-from vembed.section import Auto, Count, Registered, Rule, Section, key
+from vembed.section import Auto, Count, Registered, Rule, Section, key, option
 
 _METRIC_DEPTHS = (1, 3, 5, 10, 100)
 
@@ -91,3 +91,11 @@ class EvaluationKeys(Section):
             "seeds keeps the model that is best on the dev set, and eval_strategy no leaves it out; set it to epoch",
         ),
     )
+
+
+class CardKeys(Section):
+    """Words of a model's owner for its card; what isn't given reads "not stated"."""
+
+    license: str | None = option(None, "licence of the model, e.g. apache-2.0", metavar="ID")
+    base_model_license: str | None = option(None, "licence of the model that training started from", metavar="ID")
+    language: list[str] = option([], "languages of the model, e.g. en de", metavar="CODE")

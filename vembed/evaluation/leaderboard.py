@@ -169,13 +169,21 @@ class Board:
         return sorted(cells, key=lambda pair: -pair[1].value)
 
     def notes_of(self, task: str) -> list[str]:
-        """Return the notes on one set, each behind the systems that it holds for where these aren't all."""
+        """Return the notes on one set, each behind the systems that it holds for.
+
+        They are left out where they are all systems, and where the note begins with the one that it is of.
+        """
         systems: dict[str, list[str]] = {}
         cells = self.cells_of(task)
         for row, cell in cells:
             for note in cell.notes:
                 systems.setdefault(note, []).append(row.system)
-        return [note if len(names) == len(cells) else f"{', '.join(names)}: {note}" for note, names in systems.items()]
+        return [
+            note
+            if len(names) == len(cells) or note.startswith(f"{', '.join(names)} ")
+            else f"{', '.join(names)}: {note}"
+            for note, names in systems.items()
+        ]
 
 
 def build_board(

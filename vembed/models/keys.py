@@ -1,13 +1,12 @@
 """Keys of the model: which one, how an item becomes a vector, and which of its weights train."""
 
 import difflib
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from vembed.models.names import PAIR_SIGN
+from vembed.models.names import COMMIT, PAIR_SIGN
 from vembed.registry import BUILTIN_MODELS, ENCODERS
 from vembed.section import LARGEST_COUNT, Auto, Count, Name, Positive, Rule, Section, Text, key
 
@@ -61,81 +60,105 @@ class ModelKeys(Section):
         "Family that the model must be of; one whose files say another family is refused. auto takes what they say. "
         "bge (English) and e5 bring their prompts where neither the model's files nor its name do.",
     )
-    model_revision: Name | None = key(None, "Branch, tag or commit of a hub model; null is the hub's default branch.")
-    trust_remote_code: bool = key(False, "Run Python code that the model's repository holds; needs a pinned commit.")
+    model_revision: Name | None = key(
+        None, "Branch, tag or commit of a hub model; null is the hub's default branch.", load="reads"
+    )
+    trust_remote_code: bool = key(
+        False, "Run Python code that the model's repository holds; needs a pinned commit.", load="reads"
+    )
     allow_pickle: bool = key(
-        False, "Read pickled weights (with `weights_only`) when the model has no safetensors file."
+        False,
+        "Read pickled weights (with `weights_only`) when the model has no safetensors file.",
+        load="reads",
     )
     torch_dtype: Literal["float32", "float64", "bfloat16"] = key(
         "float32",
         "Dtype of the weights and of the optimizer state. Adapters are float32 at least; without them bfloat16 weights "
         "lose small updates to rounding. Some models compute their norms in float32 even in float64 (Qwen3, Gemma3).",
     )
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = key("auto", "Attention kernel.")
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = key(
+        "auto", "Attention kernel.", load="reads"
+    )
     pooling_method: Literal["auto", "mean", "cls", "last_token", "head", "none"] = key(
         "auto",
         "How token vectors become one vector; head is the pooling layer of a picture encoder; none keeps a vector of "
         "each token (late interaction); auto is what the model's own files say.",
+        load="vectors",
     )
     projection_dim: Auto | Count = key(
         "auto",
         "Dimension of the shared space (composed towers), or of each vector (late interaction). auto is that of the "
         "model's own files; where they have none, late interaction takes 128, and composed towers that of the image "
         "tower.",
+        load="vectors",
     )
     topk_tokens: Auto | Count = key(
         "auto",
         "Most vectors that an item keeps in late interaction: those that are longest before they get unit length. auto "
         "is what the model's own files say, else all.",
+        load="vectors",
     )
     pool_factor: Auto | Annotated[float, Field(ge=1)] = key(
         "auto",
         "Late interaction merges the vectors of a document that are near each other, until one stands for so many. "
         "auto is what the model's own files say, else 1, which merges none.",
+        load="vectors",
     )
     query_length: Auto | Annotated[int, Field(ge=4, le=LARGEST_COUNT)] = key(
         "auto",
         "Tokens of a query in late interaction on texts: longer ones are truncated and counted, shorter ones filled up "
         "(query_expansion). auto is what the model's own files say, else 32.",
         unit="tokens",
+        load="vectors",
     )
     query_expansion: Auto | bool = key(
         "auto",
         "Fill queries up to query_length with mask tokens that give vectors too, as ColBERT does. auto is what the "
         "model's own files say, else true.",
+        load="vectors",
     )
     bidirectional: bool = key(
         False,
         "Let each token of a decoder see those behind it too. Its tokens are then averaged where neither its files nor "
         "`pooling_method` name another pooling. false leaves attention as the model's files have it.",
+        load="vectors",
     )
     max_seq_length: Auto | Annotated[int, Field(ge=4, le=LARGEST_COUNT)] = key(
-        "auto", "Longer texts are truncated and counted; auto is the model's own limit.", unit="tokens"
+        "auto",
+        "Longer texts are truncated and counted; auto is the model's own limit.",
+        unit="tokens",
+        load="vectors",
     )
     query_prompt: Text | None = key(
         None,
         "Text put before each query; '' is none. null is what the model's files say, else what its publisher asks for "
         "where the name says enough (E5, English BGE, Nomic, Qwen3-Embedding, EmbeddingGemma); the plan says which.",
+        load="vectors",
     )
-    document_prompt: Text | None = key(None, "Text put before each document; null and '' are as for queries.")
-    pad_token: Name | None = key(None, "Padding token; null is the tokenizer's own.")
+    document_prompt: Text | None = key(
+        None, "Text put before each document; null and '' are as for queries.", load="vectors"
+    )
+    pad_token: Name | None = key(None, "Padding token; null is the tokenizer's own.", load="vectors")
     image_background: Literal["auto", "white", "black", "none"] = key(
         "auto",
         "What stands behind transparent parts of pictures. none gives pictures to the model's own library as they are, "
         "which drops transparency and converts CMYK its own way. auto is what the model's folder says it was trained "
         "with, else white.",
+        load="vectors",
     )
     image_tokens: Auto | Count = key(
         "auto",
         "Most tokens of a picture of a vision-language model; larger pictures are shrunk in their shape, very flat "
         "ones out of it. auto is what the model's publisher uses.",
         unit="tokens",
+        load="vectors",
     )
     max_image_size: Count | None = key(
         None,
         "A picture of a vision-language model that is larger than a square of this side is shrunk in its shape; null "
         "leaves the limit to `image_tokens`.",
         unit="pixels",
+        load="vectors",
     )
     freeze_batch_norm: bool = key(
         False,
@@ -174,7 +197,7 @@ class ModelKeys(Section):
         Rule(
             "`trust_remote_code: true` needs `model_revision` to be a commit of 40 hex digits.",
             ("trust_remote_code", "model_revision"),
-            lambda config: config.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", config.model_revision or ""),
+            lambda config: config.trust_remote_code and not COMMIT.fullmatch(config.model_revision or ""),
             "trust_remote_code runs the repository's code, so model_revision must pin it to a commit of 40 lower-case "
             "hex digits; copy the commit that you have read from the model's page, or set trust_remote_code to false",
         ),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, TypeVar
 
+from vembed import collector_paused
 from vembed.batch import Image
-from vembed.collector import collector_paused
 from vembed.errors import ConfigError
 from vembed.models.checked_files import BrokenFileError
 from vembed.models.files import ModelFiles, SkeletonFiles, saved_background

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
+import re
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from vembed.errors import ConfigError
 from vembed.files import home_path, is_file, is_folder
 
-if TYPE_CHECKING:
-    from pathlib import Path
+_log = logging.getLogger(__name__)
 
 BUILTIN_PREFIX = "builtin:"
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+"""Revision of the hub that no push can move: the only one whose code may run."""
 
 PAIR_SIGN = " + "
 """Joins the names of two towers where both are called by one name."""
@@ -133,3 +138,32 @@ def _owner(name: str) -> str | None:
     begins = {begin: owner for owner, names in _OWNERS.items() for begin in names.split()}
     fitting = [begin for begin in begins if name.lower().startswith(begin)]
     return begins[max(fitting, key=len)] if fitting else None
+
+
+def locate_model(path_or_name: str | Path) -> tuple[str, Path | None]:
+    """Return what a model is loaded by, and the run that it is of.
+
+    The output folder of a run stands for its model; a folder is named by its absolute path.
+
+    Returns:
+        A hub id or a path; and the output folder of the run, None for a model that is not in one.
+
+    Raises:
+        ConfigError: There is no such folder, the run has no model yet, or the name is of a model to train from scratch.
+    """
+    name = str(path_or_name)
+    if is_builtin(name):
+        raise ConfigError(
+            f"{name} is a model to be trained from scratch; train it, then name the output folder of the run"
+        )
+    located = locate(name)
+    if not is_folder(located.name):
+        if isinstance(path_or_name, Path) or os.path.lexists(home_path(name)):
+            raise ConfigError(f"there is no folder {name}; name that of a model, or of a run")
+        return name, None
+    if located.run is not None:
+        _log.info("%s", located.note)
+        run = located.run.resolve()
+        return str(run / MODEL_FOLDER), run
+    folder = Path(located.name).resolve()
+    return str(folder), folder.parent if folder.name == MODEL_FOLDER and is_run(folder.parent) else None

@@ -76,8 +76,8 @@ if TYPE_CHECKING:
     from vembed.evaluation.provenance import Key
     from vembed.models.fingerprint import ModelIdentity
     from vembed.search.documents import Written
-    from vembed.search.output import Format
     from vembed.search.ray_job import RayJob
+    from vembed.vectors.keys import Format
     from vembed.vectors.store import Encode, Items, Progress
 
 _log = logging.getLogger(__name__)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, get_args
 
 from vembed.errors import ConfigError
-from vembed.extras import import_extra
 from vembed.files import home_path, is_file, is_folder
+from vembed.registry import import_extra
+from vembed.vectors.keys import Format
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-Format: TypeAlias = Literal["index", "parquet", "lancedb"]
 
 
 def output_form(output: Path, asked: str | None) -> Format:

@@ -28,7 +28,7 @@ from vembed.batch import Ragged
 from vembed.distributed.watchdog import host_name
 from vembed.errors import ConfigError, DataError, MachineError, VembedError
 from vembed.evaluation.encode import Encoded, values_of
-from vembed.extras import import_extra
+from vembed.registry import import_extra
 from vembed.text import first_line
 
 if TYPE_CHECKING:

@@ -12,12 +12,13 @@ import io
 import logging
 import os
 import re
+import signal
 import socket
 import tempfile
 import threading
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -44,6 +45,7 @@ from vembed.search.thumbnails import make_thumbnail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
     from werkzeug.datastructures import MultiDict
 
@@ -291,3 +293,28 @@ def _drain(request: Request) -> None:
     for _ in range(DRAINED_BYTES // BLOCK_BYTES):
         if not request.stream.read(BLOCK_BYTES):
             return
+
+
+def serve_until_signal(searcher: Searcher, port: int) -> None:
+    """Serve the page until Ctrl-C or a SIGTERM ends it.
+
+    Args:
+        port: 0 takes a free one.
+
+    Raises:
+        MachineError: The port is taken or not allowed.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature that signal calls
+        raise KeyboardInterrupt
+
+    # Set here and not left to Python: a process that a script starts in the background ignores SIGINT otherwise.
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with suppress(KeyboardInterrupt), SearchServer(searcher, port=port) as server:
+            print(f"searching {len(searcher):,} documents at {server.url} (Ctrl-C ends it)", flush=True)
+            server.serve_forever()
+        print("ended")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

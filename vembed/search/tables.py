@@ -31,8 +31,8 @@ import numpy as np
 
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.quantized import index_of, write_faiss
-from vembed.extras import import_extra
 from vembed.files import file_sha256, is_file, is_folder, new_file, new_folder
+from vembed.registry import import_extra
 from vembed.search.format import (
     DOCUMENTS_FILE,
     INDEX_FILE,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.search.output import Format
+    from vembed.vectors.keys import Format
 
 _FACTS = (b"vembed", b"normalised", b"probe", b"sha256")
 BATCH_ROWS = 8192

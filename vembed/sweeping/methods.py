@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from vembed.extras import import_extra
+from vembed.registry import import_extra
 from vembed.sweeping.space import Range
 from vembed.sweeping.trials import Outcome, Trial, dev_value, trial_name
 

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from vembed import collector_paused
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.collector import collector_paused
 from vembed.config.record import config_hash, dump_config, hashed_values, plain_values
 from vembed.data.picture_survey import what_is_read
 from vembed.distributed.lock import FolderInUseError, hold_output

@@ -1,13 +1,14 @@
-"""Keys of a teacher, and of the mining of hard negatives."""
+"""Keys of a teacher and of the mining of hard negatives, and the options of an index."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
 from vembed.data.keys import loss_names, takes_pairs
 from vembed.losses.registry import filters_by_teacher, loss_section
 from vembed.registry import LOSSES
-from vembed.section import ANY, LARGEST_COUNT, Count, Name, NonNegative, Rule, Section, Share, key
+from vembed.section import ANY, LARGEST_COUNT, Count, Name, NonNegative, Rule, Section, Share, key, option
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
@@ -167,3 +168,41 @@ def _teacher_without_reader(config: "Config") -> str:
         "nothing reads the teacher: set false_negative_filter to teacher or loss_type to distillation, or leave "
         "teacher_model_name out"
     )
+
+
+Format: TypeAlias = Literal["index", "parquet", "lancedb"]
+
+
+class IndexKeys(Section):
+    """Options of an index: how a corpus is read, encoded and written."""
+
+    format: Format | None = option(
+        None,
+        "index (a folder, default), parquet (one file), lancedb (a table in a folder; needs vembed[lancedb])",
+    )
+    side: Literal["document", "query"] = option(
+        "document", "add the prompt of this side to the texts; default: document"
+    )
+    index: str = option(
+        "Flat",
+        "FAISS index: Flat (exact, default), HNSW32, IVF1024,Flat; int8 or binary: small, then rescored",
+        metavar="FACTORY",
+    )
+    batch_size: Count = option(256, "largest number of items per encoder call", metavar="N")
+    ray: str | None = option(
+        None,
+        "encode texts as a Ray Data job, on the cluster at HOST:PORT or the one that Ray finds or starts on this "
+        "machine (needs vembed[ray])",
+        metavar="ADDRESS",
+        bare="",
+    )
+    ray_workers: Count | None = option(
+        None, "workers of --ray; default: one for each GPU, or for each 4 CPUs", metavar="N"
+    )
+    id_column: str | None = option(None, "default: _id, id, docid or doc_id", metavar="NAME")
+    text_column: str | None = option(None, "default: text, document, passage, contents or content", metavar="NAME")
+    image_column: str | None = option(None, "default: image, positive_image or image_path", metavar="NAME")
+    image_root: Path | None = option(
+        None, "folder that picture paths start from; default: the corpus's folder", metavar="DIR"
+    )
+    overwrite: bool = option(False, "replace an index that is there")

@@ -1,10 +1,9 @@
-"""The card of a model that leaves the house: what `vembed export` and `vembed push` tell of it."""
+"""The card of a model that is written for others: by `vembed export`, and by `vembed push`."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from vembed.config.load import file_values
 from vembed.errors import ConfigError, DataError
@@ -18,40 +17,30 @@ from vembed.redact import redact, redact_value
 from vembed.registry import import_plugins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from vembed.evaluation.card.facts import RunFacts
+    from vembed.evaluation.keys import CardKeys
     from vembed.models.encoder import Encoder
     from vembed.models.exportable import Form
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class OwnersWords:
-    """What the owner of a model says on its card; what isn't given reads "not stated"."""
+def spelled(owner: CardKeys) -> CardKeys:
+    """Return an owner's words as the hub spells them, without secrets.
 
-    license: str | None = None
-    base_license: str | None = None
-    languages: tuple[str, ...] = ()
-
-    @classmethod
-    def checked(cls, license_id: str | None, base_license: str | None, languages: Sequence[str]) -> Self:
-        """Return what was given as the hub spells it, without secrets.
-
-        Raises:
-            ConfigError: A licence is empty, or a language no code.
-        """
-        licenses = [None if given is None else check_license(redact(given)) for given in (license_id, base_license)]
-        return cls(licenses[0], licenses[1], check_languages([*languages]))
-
-
-NOTHING_SAID = OwnersWords()
+    Raises:
+        ConfigError: A licence is empty, or a language no code.
+    """
+    licenses = {"license": owner.license, "base_model_license": owner.base_model_license}
+    checked = {name: check_license(redact(words)) for name, words in licenses.items() if words is not None}
+    return owner.model_copy(update={**checked, "language": [*check_languages(owner.language)]})
 
 
 def card_files(
-    title: str, folder: str, model: str, run_folder: Path | None, words: OwnersWords
+    title: str, folder: str, model: str, run_folder: Path | None, owner: CardKeys
 ) -> Callable[[Encoder, Form], Mapping[str, str]]:
     """Return what makes the card of an encoder that is written in a form, as the files beside it.
 
@@ -60,13 +49,14 @@ def card_files(
         folder: What its examples load: a folder's name or an id of the hub.
         model: What the model is read from, a folder or an id of the hub.
         run_folder: The run that trained it; None where none is known.
+        owner: What `spelled` returned.
 
     Raises:
         ConfigError: A licence of the model before it is given, and there is none.
     """
     run = None if run_folder is None else _run_facts(run_folder)
     is_hub = run is None and not is_folder(model)
-    if words.base_license is not None and run is not None and run.base.kind == "built-in":
+    if owner.base_model_license is not None and run is not None and run.base.kind == "built-in":
         raise ConfigError("--base-model-license: the run trained from scratch; leave it out")
 
     def card(encoder: Encoder, form: Form) -> Mapping[str, str]:
@@ -76,9 +66,9 @@ def card_files(
             model=model_facts(encoder, form),
             run=run,
             base=public_name(model) if is_hub else None,
-            license_id=words.license,
-            base_license=words.base_license,
-            languages=words.languages,
+            license_id=owner.license,
+            base_license=owner.base_model_license,
+            languages=tuple(owner.language),
             versions=written_with(),
         )
         return {CARD_FILE: render_card(facts)}

@@ -25,8 +25,6 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from vembed.api.card import NOTHING_SAID, OwnersWords, card_files
-from vembed.api.loading import locate_model
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.card.render import CARD_FILE
 from vembed.files import is_folder
@@ -35,11 +33,16 @@ from vembed.models.export.serve import SERVE_FILE
 from vembed.models.export.write import ExportRequest, export_model
 from vembed.models.formats import MODULES_FILE
 from vembed.models.keys import ModelKeys
+from vembed.models.names import locate_model
 from vembed.models.patches import HEAD_FOLDER
+from vembed.publishing.card import card_files, spelled
 from vembed.redact import holds_token, redact
+from vembed.section import facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from vembed.evaluation.keys import CardKeys
 
 MODEL_FILES = (
     *("config.json", "*_config.json", "config_sentence_transformers.json", MODULES_FILE, "vembed_*.json", "*.jinja"),
@@ -57,8 +60,10 @@ WEIGHTS = re.compile(
 MODEL_FOLDERS = (TEXT, IMAGE, HEAD_FOLDER, "onnx", "additional_chat_templates")
 """Folders of a model that its modules.json doesn't name."""
 
-READING = frozenset({"model_name", "model_revision", "trust_remote_code", "allow_pickle", "attn_implementation"})
-"""Keys that say how a model is read; the others change its vectors."""
+CHANGE_VECTORS = frozenset(
+    name for name, info in ModelKeys.model_fields.items() if facts_of(info).get("load") == "vectors"
+)
+"""Options of a model that change its vectors; the others say how it is read."""
 
 ROOT_FILES = (CARD_FILE, SERVE_FILE)
 
@@ -97,24 +102,26 @@ class Pushed:
     url: str | None = None  # of the commit; None where nothing was sent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushRequest:
-    """What goes where."""
-
-    source: str  # output folder of a run, or folder of a model
-    repo: str  # owner/name
-    public: bool = False
-    dry_run: bool = False
-    revision: str | None = None  # branch, made where there is none; None for the main one
-    message: str | None = None  # of the commit
-    words: OwnersWords = NOTHING_SAID
-    keys: ModelKeys | None = None  # how the model is read; None for the usual
-
-
-def push_model(request: PushRequest, *, poll: Callable[[], None] = lambda: None) -> Pushed:
+def push_model(
+    source: str,
+    repo: str,
+    *,
+    keys: ModelKeys,
+    owner: CardKeys,
+    public: bool = False,
+    dry_run: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    poll: Callable[[], None] = lambda: None,
+) -> Pushed:
     """Send a model to the hub.
 
     Args:
+        source: Output folder of a run, or folder of a model.
+        repo: owner/name.
+        keys: How the model is read; its name is not read.
+        revision: Branch, made where there is none; None for the main one.
+        message: Of the commit.
         poll: Called between the steps of the export; may raise to stop.
 
     Raises:
@@ -122,39 +129,38 @@ def push_model(request: PushRequest, *, poll: Callable[[], None] = lambda: None)
             sent. Or the hub refused; the message says how far it came.
         MachineError: The hub can't be reached, or the model can't be read back.
     """
-    _check_name(request.repo)
-    model, run = locate_model(request.source)
+    owner = spelled(owner)
+    _check_name(repo)
+    model, run = locate_model(source)
     if not is_folder(model):
-        raise ConfigError(
-            f"{request.source} is a model of the hub; name the output folder of a run, or a model's folder"
-        )
-    if not request.dry_run and get_token() is None:
+        raise ConfigError(f"{source} is a model of the hub; name the output folder of a run, or a model's folder")
+    if not dry_run and get_token() is None:
         raise ConfigError("there is no token for the hub: run hf auth login, or set HF_TOKEN; nothing was sent")
     with ExitStack() as stack:
         folder = Path(model)
         files, left_out = _model_files(folder)  # before an export, which would read what a link leads to
-        keys = (request.keys or ModelKeys(model_name=model)).model_copy(update={"model_name": model})
-        changed = sorted(keys.model_dump(exclude_defaults=True).keys() - READING)
+        keys = keys.model_copy(update={"model_name": model})
+        changed = sorted(keys.model_dump(exclude_defaults=True).keys() & CHANGE_VECTORS)
         if run is None and _is_ours(folder / CARD_FILE):
             _refuse_changes(changed, folder)
         else:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="vembed-push-"))) / "model"
             told = None if changed else run  # its measurements are of the model as it was trained
-            card = card_files(request.repo.partition("/")[2], request.repo, model, told, request.words)
-            export_model(ExportRequest(keys=keys, output=folder, served_as=request.repo), card, poll=poll)
+            card = card_files(repo.partition("/")[2], repo, model, told, owner)
+            export_model(ExportRequest(keys=keys, output=folder, served_as=repo), card, poll=poll)
             files, left_out = _model_files(folder)
         if not any(name.endswith((".safetensors", ".onnx")) for name in files):
             raise ConfigError(f"{folder} holds no weights; name the output folder of a run, or a model's folder")
         _refuse_private_words(folder, files, Path(model))
         poll()
         parcel = Pushed(
-            repo=request.repo,
+            repo=repo,
             files=tuple((name, (folder / name).stat().st_size) for name in files),
             left_out=left_out,
             metadata=_metadata(folder / CARD_FILE),
-            private=not request.public,
+            private=not public,
         )
-        return parcel if request.dry_run else _send(folder, request, parcel)
+        return parcel if dry_run else _send(folder, parcel, public=public, revision=revision, message=message)
 
 
 def _check_name(repo: str) -> None:
@@ -307,43 +313,44 @@ def _metadata(card: Path) -> str:
     return "" if found is None else found.group(1)
 
 
-def _send(folder: Path, request: PushRequest, parcel: Pushed) -> Pushed:
+def _send(folder: Path, parcel: Pushed, *, public: bool, revision: str | None, message: str | None) -> Pushed:
+    repo = parcel.repo
     api = HfApi()
-    with _in_plain_words(request.repo, "nothing was sent"):
-        private = _ready_repository(api, request)
+    with _in_plain_words(repo, "nothing was sent"):
+        private = _ready_repository(api, repo, public=public)
     state = "the repository is there, without these files; push again, and what arrived isn't sent twice"
-    with _in_plain_words(request.repo, state):
-        if request.revision is not None:
-            api.create_branch(request.repo, branch=request.revision, exist_ok=True)
+    with _in_plain_words(repo, state):
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=request.repo,
+            repo_id=repo,
             folder_path=folder,
             allow_patterns=[name for name, _ in parcel.files],
-            revision=request.revision,
-            commit_message=request.message or "Upload a model by vembed",
+            revision=revision,
+            commit_message=message or "Upload a model by vembed",
         )
-        there = api.list_repo_files(request.repo, revision=commit.oid)
+        there = api.list_repo_files(repo, revision=commit.oid)
     if missing := [name for name, _ in parcel.files if name not in there]:
         raise ConfigError(
-            f"{request.repo}: the hub took the other files and left out {', '.join(missing)}: the repository's "
+            f"{repo}: the hub took the other files and left out {', '.join(missing)}: the repository's "
             ".gitignore names them; remove those lines there, and push again"
         )
     return Pushed(parcel.repo, parcel.files, parcel.left_out, parcel.metadata, private, commit.commit_url)
 
 
-def _ready_repository(api: HfApi, request: PushRequest) -> bool:
+def _ready_repository(api: HfApi, repo: str, *, public: bool) -> bool:
     """Make the repository where there is none; return whether it is private.
 
     Raises:
         ConfigError: It is public, and the caller didn't ask for that.
     """
     try:
-        private = bool(api.model_info(request.repo).private)
+        private = bool(api.model_info(repo).private)
     except RepositoryNotFoundError:
-        api.create_repo(request.repo, private=not request.public)
-        return not request.public
-    if not private and not request.public:
-        raise ConfigError(f"{request.repo} is there and public: say --public to send the model to it. Nothing was sent")
+        api.create_repo(repo, private=not public)
+        return not public
+    if not private and not public:
+        raise ConfigError(f"{repo} is there and public: say --public to send the model to it. Nothing was sent")
     return private
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -20,10 +21,10 @@ from vembed.data.python_inputs import as_png
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
 from vembed.evaluation.provenance import digest, features_digest, model_key
-from vembed.extras import import_extra
 from vembed.models.exportable import sample_kinds
 from vembed.models.names import MODEL_FOLDER
 from vembed.redact import redact
+from vembed.registry import import_extra
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -207,3 +208,18 @@ def run_tasks(model: EmbeddingModel, tasks: Iterable[Any], output: Path, *, batc
             ) from error
         (result,) = found.task_results
         yield TaskScore(name, task.metadata.main_score.replace("_at_", "@"), float(result.get_score()))
+
+
+def scores_table(scores: Mapping[str, Sequence[TaskScore]]) -> list[str]:
+    """Return the lines of a table: a task in a line, a model in a column, and the mean of all tasks."""
+    from vembed.pages.page import Table
+    from vembed.pages.terminal import table_lines
+    from vembed.pages.text import metric_text
+
+    rows = list(zip(*scores.values(), strict=True))
+    measures = {row[0].measure for row in rows}
+    lines = [[row[0].task, row[0].measure, *(metric_text(score.value) for score in row)] for row in rows]
+    if len(rows) > 1:
+        means = [metric_text(fmean(score.value for score in column)) for column in scores.values()]
+        lines.append([f"mean of {len(rows)} tasks", measures.pop() if len(measures) == 1 else "", *means])
+    return table_lines(Table(["task", "measure", *scores], lines, words=frozenset({0, 1})))

@@ -26,7 +26,7 @@ NAMES = sorted(set(COMMANDS.names()) - set(COMMANDS.plugins()))
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "messages.json").read_text("utf-8"))["frozen"]
 
 WRONG_PATH = {
-    "init": ("nowhere.jsonl",),
+    "init": ("nowhere.jsonl", "-o", "new.yaml"),
     "explain": ("nowhere",),
     "train": ("nowhere.yaml",),
     "plan": ("nowhere.yaml", "--json"),

@@ -323,6 +323,7 @@ class CheckpointManager:
         """
 
         def rename() -> list[str]:
+            # A run may go back several times; the names of each time bear a number of their own.
             attempt = next(n for n in itertools.count(1) if not any(self.folder.glob(f"{_ABANDONED}{n}-*")))
             names = []
             for name in (step_name(number) for number in self.steps() if number > step):

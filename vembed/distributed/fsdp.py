@@ -73,6 +73,11 @@ class ShardedEncoder:
         """True when every rank must make the same encoder calls in the same order, as each is a collective."""
         return self.mode != "fast"
 
+    @property
+    def num_units(self) -> int:
+        """Parts that are gathered at once."""
+        return len(self._units)
+
     def allocate(self) -> None:
         """Make the tensors that whole weights live in: made in an evaluation, they could not be trained."""
         with torch.no_grad():

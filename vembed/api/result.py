@@ -13,7 +13,7 @@ from vembed.errors import DataError, MachineError
 from vembed.pages.html import notebook_frame
 from vembed.training.finish import RunResult as FinishedRun
 from vembed.training.output import OutputFolder
-from vembed.training.trackers.jsonl import read_rows
+from vembed.training.trackers import read_rows
 
 if TYPE_CHECKING:
     from pathlib import Path

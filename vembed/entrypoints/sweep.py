@@ -164,7 +164,7 @@ def _configs(parsed: argparse.Namespace, trials: Sequence[Trial]) -> dict[str, C
         VembedError: A line for each problem of any of them.
     """
     from vembed.training.early import refuse_wrong_inputs
-    from vembed.training.trackers.registry import refuse_missing_packages
+    from vembed.training.trackers import refuse_missing_packages
 
     overridden = read_overrides(parsed.config_override).settings
     both = _targets(each.name for each in overridden) & _targets(trials[0].choice)

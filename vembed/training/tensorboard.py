@@ -106,5 +106,6 @@ class TensorBoardTracker(Tracker):
 
 def _line(cells: Sequence[object]) -> str:
     """Return a row of a Markdown table."""
+    # A cell holds no line break and no bar: either would end it.
     texts = ("" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
     return f"| {' | '.join(' '.join(text.split()).replace('|', '&#124;') for text in texts)} |"

@@ -217,6 +217,7 @@ class JsonlTracker(Tracker):
             text = _read_text(self._path)
             kept = [line for line, row in _whole_rows(text) if row["step"] <= step]
             shorter = "".join(f"{line}\n" for line in kept)
+            # Written only where it changes: a resume at the last step leaves the file as it is.
             if shorter != text:
                 replace_text(self._path, shorter)
         except OSError as error:
@@ -336,6 +337,7 @@ def open_trackers(
     Raises:
         MachineError: The disk refuses metrics.jsonl, or a tracker misses a package.
     """
+    # First the record: a disk that refuses it ends the run before any service hears of it.
     jsonl = JsonlTracker(output / "metrics.jsonl")
     jsonl.say_lost(resume_step)
     jsonl.cut_back(resume_step)
@@ -414,6 +416,7 @@ def track_end(run: Run, result: RunResult) -> None:
 
     if not run.trackers:
         return
+    # Small things first: uploads of files and of the model take long, and Ctrl-C then loses only those.
     task, step, trackers = run.evaluations.verdict_task, run.state.step, run.trackers
     tell(trackers, "log_text", step, "verdict", redact(headline(result.verdict, result.sets)))
     tell(trackers, "log_result", step, _main_metrics(result))
@@ -478,6 +481,7 @@ def _examples_table(
                 "found first is": _judgement(first),
             }
         )
+    # Columns in the order of the dict above: sets of pictures have no texts, and sets of texts no pictures.
     names = dict.fromkeys(name for row in rows for name in row)
     columns = [name for name in names if any(row[name] is not None for row in rows)]
     return columns, [[row[name] for name in columns] for row in rows]

@@ -124,6 +124,7 @@ class MlflowTracker(HostedTracker):
     def finish(self, run: Any) -> None:
         """Send what waits and end the run."""
         self._flush(run)
+        # A signal and Ctrl-C are no failure: such a run continues when the command is given again.
         stopped = isinstance(self.error, PreemptedError | KeyboardInterrupt)
         status = "FINISHED" if self.error is None else "KILLED" if stopped else "FAILED"
         self._client.set_terminated(run.info.run_id, status)

@@ -80,6 +80,7 @@ class WandbTracker(HostedTracker):
     def log_model(self, folder: Path) -> None:
         """Keep the model as an artifact; offline it is read from its folder when the run is synced."""
         run = self.run
+        # Not copied to W&B's cache, which would take the size of the model once more.
         artifact = self.package.Artifact(f"model-{run.id}", "model")
         for path in sorted(entry for entry in folder.rglob("*") if entry.is_file()):  # add_dir would print a line
             artifact.add_file(str(path), str(path.relative_to(folder)), policy="immutable", skip_cache=True)

@@ -114,7 +114,7 @@ def test_a_set_of_a_plugin_is_trained_on_and_evaluated(vembed, bag: Path, tmp_pa
 
 BROKEN = """
 import vembed
-from vembed.training.trackers.base import Tracker
+from vembed.training.trackers import Tracker
 
 @vembed.register_tracker
 class Broken(Tracker):

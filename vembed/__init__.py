@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vembed.losses.registry import register_loss
     from vembed.models.load import register_encoder
     from vembed.training.callbacks import EndEvent, EvaluationEvent, LearningRate, SaveEvent, StepEvent, Stop
-    from vembed.training.trackers.registry import register_tracker
+    from vembed.training.trackers import register_tracker
 
 __version__ = "0.1.0"
 
@@ -86,7 +86,7 @@ _MODULES = {
     "vembed.losses.registry": ("register_loss",),
     "vembed.models.load": ("register_encoder",),
     "vembed.training.callbacks": (*("EndEvent", "EvaluationEvent", "LearningRate", "SaveEvent", "StepEvent", "Stop"),),
-    "vembed.training.trackers.registry": ("register_tracker",),
+    "vembed.training.trackers": ("register_tracker",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 """Public name -> the module that has it; those of config and errors need no torch."""

@@ -136,14 +136,14 @@ COMMANDS = Registry(
 TRACKERS = Registry(
     "tracker",
     {
-        "tensorboard": "vembed.training.trackers.tensorboard:TensorBoardTracker",
-        "wandb": "vembed.training.trackers.wandb:WandbTracker",
-        "mlflow": "vembed.training.trackers.mlflow:MlflowTracker",
-        "trackio": "vembed.training.trackers.trackio:TrackioTracker",
-        "swanlab": "vembed.training.trackers.swanlab:SwanlabTracker",
+        "tensorboard": "vembed.training.tensorboard:TensorBoardTracker",
+        "wandb": "vembed.plugins.trackers.wandb:WandbTracker",
+        "mlflow": "vembed.plugins.trackers.mlflow:MlflowTracker",
+        "trackio": "vembed.plugins.trackers.trackio:TrackioTracker",
+        "swanlab": "vembed.plugins.trackers.swanlab:SwanlabTracker",
     },
 )
-"""Names that `report_to` takes -> a `Tracker` class (vembed/training/trackers/base.py)."""
+"""Names that `report_to` takes -> a `Tracker` class (vembed/training/trackers.py)."""
 
 ENCODERS = Registry(
     "encoder",

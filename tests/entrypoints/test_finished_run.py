@@ -24,7 +24,7 @@ from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.registry import TRACKERS
-from vembed.training.trackers.base import Tracker
+from vembed.training.trackers import Tracker
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -77,7 +77,7 @@ def test_what_a_sweep_cannot_do_is_refused_with_the_way_out(
 def test_a_tracker_whose_package_is_missing_is_refused_before_anything_is_trained(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.training.trackers.registry._is_installed", lambda _: False)
+    monkeypatch.setattr("vembed.training.trackers._is_installed", lambda _: False)
     for module in ("vembed.entrypoints.train", "vembed.sweeping.sweep"):
         monkeypatch.setattr(f"{module}.hold_output", lambda folder: pytest.fail(f"{folder} was begun"))
     one = write_config(tmp_path, site.keys(report_to="wandb"))

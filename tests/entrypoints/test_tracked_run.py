@@ -8,7 +8,7 @@ import pytest
 from command_cases import Site, run_keys
 
 from vembed.registry import TRACKERS
-from vembed.training.trackers.base import Tracker
+from vembed.training.trackers import Tracker
 
 if TYPE_CHECKING:
     from pathlib import Path

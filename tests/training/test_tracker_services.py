@@ -13,13 +13,13 @@ import PIL.Image
 import pytest
 
 from vembed.errors import PreemptedError
-from vembed.training.trackers.registry import open_trackers
+from vembed.training.trackers import open_trackers, tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from vembed.training.trackers.base import Tracker
+    from vembed.training.trackers import Tracker
 
 SECRET = "hf_abcdefghijklmnop123456"
 """In the command line of the run, where a user may have put it."""
@@ -45,39 +45,38 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def opened(name: str, folder: Path, *, resume_step: int = 0) -> Tracker:
-    (tracker,) = open_trackers(name, folder, resume_step=resume_step, config={"seed": 3, "learning_rate": 1e-4})[1:]
-    return tracker
+def opened(name: str, folder: Path, *, resume_step: int = 0) -> list[Tracker]:
+    return open_trackers(name, folder, resume_step=resume_step, config={"seed": 3, "learning_rate": 1e-4})[1:]
 
 
-def tell_steps(tracker: Tracker, steps: Sequence[int]) -> None:
+def tell_steps(trackers: list[Tracker], steps: Sequence[int]) -> None:
     for step in steps:
-        tracker.log(step, {"loss": 1 / step})
-        tracker.log_ranks(step, {"loss": [1 / step, float("nan")]})
+        tell(trackers, "log", step, {"loss": 1 / step})
+        tell(trackers, "log_ranks", step, {"loss": [1 / step, float("nan")]})
         if step % 2 == 0:
-            tracker.log_evaluation(step, {"ndcg@10": step / 10})
+            tell(trackers, "log_evaluation", step, {"ndcg@10": step / 10})
 
 
-def tell_end(tracker: Tracker, folder: Path) -> None:
-    tracker.log_text(6, "verdict", "improved: ndcg@10 <1>")
-    tracker.log_result(6, {"final/ndcg@10": 0.6})
-    tracker.log_table(6, "examples", COLUMNS, rows())
-    tracker.log_file(folder / "report.html")
-    tracker.log_file(folder / "config.yaml")
-    tracker.log_model(folder / "model")
+def tell_end(trackers: list[Tracker], folder: Path) -> None:
+    tell(trackers, "log_text", 6, "verdict", "improved: ndcg@10 <1>")
+    tell(trackers, "log_result", 6, {"final/ndcg@10": 0.6})
+    tell(trackers, "log_table", 6, "examples", COLUMNS, rows())
+    tell(trackers, "log_file", folder / "report.html")
+    tell(trackers, "log_file", folder / "config.yaml")
+    tell(trackers, "log_model", folder / "model")
 
 
 def tell_all(name: str, folder: Path) -> None:
     """A run of six steps that is stopped after step 4 and continues from a checkpoint of step 2."""
-    tracker = opened(name, folder)
-    tracker.log_text(0, "plan", "plan\n  batch   256")
-    tell_steps(tracker, [1, 2, 3, 4])
-    tracker.log_stop(PreemptedError("a signal came"))
-    tracker.close()
-    tracker = opened(name, folder, resume_step=2)
-    tell_steps(tracker, [3, 4, 5, 6])
-    tell_end(tracker, folder)
-    tracker.close()
+    trackers = opened(name, folder)
+    tell(trackers, "log_text", 0, "plan", "plan\n  batch   256")
+    tell_steps(trackers, [1, 2, 3, 4])
+    tell(trackers, "log_stop", PreemptedError("a signal came"))
+    tell(trackers, "close")
+    trackers = opened(name, folder, resume_step=2)
+    tell_steps(trackers, [3, 4, 5, 6])
+    tell_end(trackers, folder)
+    tell(trackers, "close")
 
 
 ALL_STEPS, EVALUATED = [1, 2, 3, 4, 5, 6], [2, 4, 6]
@@ -166,7 +165,7 @@ def test_mlflow_keeps_a_run_in_a_local_database_that_reads_back(
 ) -> None:
     mlflow = pytest.importorskip("mlflow", reason="the extra mlflow isn't installed: pip install 'vembed[mlflow]'")
     pytest.importorskip("sqlalchemy", reason="the extra mlflow isn't installed: pip install 'vembed[mlflow]'")
-    from vembed.training.trackers.mlflow import MlflowTracker
+    from vembed.plugins.trackers.mlflow import MlflowTracker
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{run.parent / 'ml.db'}")
     caplog.set_level("INFO", logger="vembed")
@@ -205,17 +204,17 @@ def test_mlflow_keeps_a_run_in_a_local_database_that_reads_back(
 
     again = opened("mlflow", run, resume_step=6)  # the same command once more
     tell_end(again, run)
-    again.log_stop(PreemptedError("a signal came"))
-    again.close()
+    tell(again, "log_stop", PreemptedError("a signal came"))
+    tell(again, "close")
     assert history("result/final/ndcg_at_10") == [(6, 0.6)]
     assert len(json.loads(text("examples.json"))["data"]) == 2
     (found,) = client.search_runs([experiment.experiment_id])
     assert found.info.status == "KILLED"
 
     killed = MlflowTracker(run.parent / "killed" / "trackers" / "mlflow")
-    tell_steps(killed, range(1, 400))  # more than wait to be sent
+    tell_steps([killed], range(1, 400))  # more than wait to be sent
     resumed = MlflowTracker(run.parent / "killed" / "trackers" / "mlflow", resume_step=100)
-    tell_steps(resumed, range(101, 401))
+    tell_steps([resumed], range(101, 401))
     resumed.close()
     (found,) = client.search_runs([experiment.experiment_id], "attributes.run_name = 'killed'")
     for group in ("train", "ranks"):

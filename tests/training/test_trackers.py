@@ -16,17 +16,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from vembed.errors import MachineError
-from vembed.training.trackers.base import GuardedTracker
-from vembed.training.trackers.jsonl import JsonlTracker, read_rows
-from vembed.training.trackers.registry import refuse_missing_packages
-from vembed.training.trackers.tensorboard import TensorBoardTracker
-from vembed.training.trackers.wandb import WandbTracker
+from vembed.plugins.trackers.wandb import WandbTracker
+from vembed.training.tensorboard import TensorBoardTracker
+from vembed.training.trackers import JsonlTracker, Tracker, open_trackers, read_rows, refuse_missing_packages, tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
-
-    from vembed.training.trackers.base import Tracker
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -206,8 +202,10 @@ def test_a_killed_process_loses_no_row(tmp_path: Path) -> None:
     assert steps_of(path) == list(range(1, 21))
 
 
-class FlakyTracker:
+class FlakyTracker(Tracker):
     """A tracker that counts its calls and fails from the n-th on."""
+
+    name = "flaky"
 
     def __init__(self, *, fails_from: int) -> None:
         self.calls: list[str] = []
@@ -231,12 +229,15 @@ class FlakyTracker:
         self._called("close")
 
 
-def drive(tracker: Tracker) -> None:
-    tracker.log(1, {"loss": 1.0})
-    tracker.log_ranks(1, {"loss": (1.0,)})
-    tracker.log_evaluation(1, {"ndcg@10": 0.5})
-    tracker.log(2, {"loss": 0.5})
-    tracker.close()
+def drive(tracker: Tracker) -> list[Tracker]:
+    """Tell a tracker of two steps, and return the list of those that still work."""
+    trackers = [tracker]
+    tell(trackers, "log", 1, {"loss": 1.0})
+    tell(trackers, "log_ranks", 1, {"loss": (1.0,)})
+    tell(trackers, "log_evaluation", 1, {"ndcg@10": 0.5})
+    tell(trackers, "log", 2, {"loss": 0.5})
+    tell(trackers, "close")
+    return trackers
 
 
 ALL_CALLS = [
@@ -253,29 +254,34 @@ def test_a_failing_tracker_is_dropped_with_one_warning_and_never_raises(
     fails_from: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     flaky = FlakyTracker(fails_from=fails_from)
-    with pytest.raises(ConnectionError):
-        drive(FlakyTracker(fails_from=fails_from))
-    drive(GuardedTracker(flaky, name="flaky"))
+    assert drive(flaky) == []
     assert flaky.calls == ALL_CALLS[:fails_from]
     assert len(caplog.records) == 1
     assert "Tracker flaky failed" in caplog.text
     assert "ConnectionError: the tracking server is down" in caplog.text
 
 
-def test_a_guarded_tracker_that_works_gets_every_call(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_works_gets_every_call_beside_one_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     flaky = FlakyTracker(fails_from=99)
-    drive(GuardedTracker(flaky, name="flaky"))
+    assert drive(flaky) == [flaky]
     assert flaky.calls == ALL_CALLS
     assert caplog.records == []
+    first, last = FlakyTracker(fails_from=1), FlakyTracker(fails_from=2)
+    trackers: list[Tracker] = [first, flaky, last]
+    for _ in range(3):
+        tell(trackers, "close")
+    assert [len(tracker.calls) for tracker in (first, flaky, last)] == [1, 3 + len(ALL_CALLS), 2]
+    assert trackers == [flaky]
+    assert len(caplog.records) == 2
 
 
-def test_the_guard_lets_ctrl_c_through() -> None:
+def test_ctrl_c_passes_through_a_tracker() -> None:
     class Interrupted(FlakyTracker):
         def log(self, step: int, values: Mapping[str, float]) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        drive(GuardedTracker(Interrupted(fails_from=99), name="flaky"))
+        drive(Interrupted(fails_from=99))
 
 
 def scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -319,7 +325,7 @@ def test_tensorboard_on_a_folder_that_can_not_be_made_does_not_stop_a_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    drive(GuardedTracker(TensorBoardTracker(tmp_path / "file" / "tensorboard"), name="tensorboard"))
+    drive(TensorBoardTracker(tmp_path / "file" / "tensorboard"))
     assert "Tracker tensorboard failed" in caplog.text
 
 
@@ -330,8 +336,8 @@ def test_a_disk_that_fills_up_under_tensorboard_is_one_warning_and_no_traceback(
 
     shown: list[object] = []
     monkeypatch.setattr(threading, "excepthook", shown.append)
-    tracker = GuardedTracker(TensorBoardTracker(tmp_path), name="tensorboard")
-    tracker.log(1, {"loss": 1.0})
+    trackers: list[Tracker] = [TensorBoardTracker(tmp_path)]
+    tell(trackers, "log", 1, {"loss": 1.0})
     failed = threading.Event()
 
     def fail(self: object, data: bytes) -> None:
@@ -339,12 +345,12 @@ def test_a_disk_that_fills_up_under_tensorboard_is_one_warning_and_no_traceback(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(RecordWriter, "write", fail)
-    tracker.log(2, {"loss": 1.0})
+    tell(trackers, "log", 2, {"loss": 1.0})
     assert failed.wait(20)
     other = threading.Thread(target=lambda: 1 / 0)
     other.start()
     other.join()
-    tracker.close()
+    tell(trackers, "close")
     (record,) = caplog.records
     assert record.message.startswith("Tracker tensorboard failed and is switched off; training continues")
     assert record.message.endswith("OSError: [Errno 28] No space left on device")
@@ -359,71 +365,7 @@ def test_a_missing_tensorboard_is_said_before_training_with_the_key_to_set(monke
     TensorBoardTracker(None)  # type: ignore[arg-type]
 
 
-STAND_INS = {
-    "wandb": """
-class Run:
-    offline = False
-    def define_metric(self, name, step_metric=None): show("define", name, step_metric)
-    def log(self, values): show("log", values["step"], {k: v for k, v in values.items() if k != "step"})
-    def finish(self, exit_code): show("finish")
-def Settings(**options): return options
-def init(**options): show("init", {k: options[k] for k in ("project", "name", "resume", "config")}, options["id"]); \
-    return Run()
-""",
-    "swanlab": """
-class Run:
-    def log(self, values, step): show("log", step, values)
-    def finish(self): show("finish")
-def init(*, experiment_name, logdir, **options): show("init", {"name": experiment_name} | {
-    k: options[k] for k in ("project", "resume", "config")}, options["id"]); return Run()
-""",
-}
-"""Each writes down what it was told, as the package of that name takes it."""
-
-DRIVER = """
-import sys
-from pathlib import Path
-from vembed.training.trackers.registry import open_trackers
-for tracker in open_trackers(sys.argv[1], Path("my-run"), resume_step=int(sys.argv[2]), config={"seed": 3})[1:]:
-    tracker.log(1, {"loss": 0.5})
-    tracker.log_ranks(1, {"loss": [0.25, float("nan")]})
-    tracker.log_evaluation(1, {"ndcg@10": 0.75})
-    tracker.close()
-"""
-
-
-def drive_stand_in(folder: Path, report_to: str, *, resume_step: int = 0) -> list[list[Any]]:
-    """Run trackers in a process in which stand-ins are the packages, and return what these were told."""
-    for name, code in STAND_INS.items():
-        head = "import json\ndef show(*told):\n    print(json.dumps(told), file=open('told.jsonl', 'a'), flush=True)"
-        (folder / "packages").mkdir(exist_ok=True)
-        (folder / "packages" / f"{name}.py").write_text(f"{head}\n{code}")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "packages"), *filter(None, sys.path)])}
-    (folder / "told.jsonl").unlink(missing_ok=True)
-    command = [sys.executable, "-c", DRIVER, report_to, str(resume_step)]
-    subprocess.run(command, env=environment, cwd=folder, check=True, timeout=60)
-    return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("name", STAND_INS)
-def test_a_service_gets_every_number_by_its_own_package(tmp_path: Path, name: str) -> None:
-    told = [each for each in drive_stand_in(tmp_path, name) if each[0] != "define"]
-    (_, options, run_id), *logged, finish = told
-    assert options == {"project": "vembed", "name": "my-run", "resume": "allow", "config": {"seed": 3}}
-    assert logged == [
-        ["log", 1, {"train/loss": 0.5}],
-        ["log", 1, {"ranks/loss/0": 0.25}],
-        ["log", 1, {"evaluation/ndcg@10": 0.75}],
-    ]
-    assert finish == ["finish"]
-    resumed = drive_stand_in(tmp_path, name, resume_step=4)
-    assert resumed[0][2] == run_id, "a resumed training continues in the same run"
-    assert drive_stand_in(tmp_path, name)[0][2] != run_id
-
-
 def test_all_is_each_tracker_whose_package_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vembed.training.trackers.registry import open_trackers
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for installed in ("wandb", "mlflow", "trackio"):
@@ -432,7 +374,7 @@ def test_all_is_each_tracker_whose_package_is_there(tmp_path: Path, monkeypatch:
 
     def kinds(report_to: str | list[str]) -> list[str]:
         opened = open_trackers(report_to, tmp_path / "run", resume_step=0, config={})[1:]
-        return [each._name for each in opened if isinstance(each, GuardedTracker)]
+        return [tracker.name for tracker in opened]
 
     assert kinds("all") == ["tensorboard"]
     assert kinds(["tensorboard", "tensorboard"]) == ["tensorboard"]
@@ -453,7 +395,7 @@ def test_a_missing_package_of_a_service_is_said_before_training(monkeypatch: pyt
 
 def test_importing_the_trackers_does_not_import_tensorboard() -> None:
     code = (
-        "import sys, vembed.training.trackers.tensorboard as t; import vembed.training.trackers.jsonl;"
+        "import sys, vembed.training.tensorboard as t; import vembed.training.trackers;"
         "sys.exit(any(name.split('.')[0] == 'tensorboard' for name in sys.modules))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

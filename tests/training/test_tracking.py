@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import PIL.Image
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tracker_contract import SECRET, tell_end
 
-from vembed.batch import Image
-from vembed.data.retrieval import RetrievalData
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.sets import SetOutcome
-from vembed.training.finish import RunResult
-from vembed.training.trackers.base import Tracker
-from vembed.training.trackers.registry import open_trackers
-from vembed.training.trackers.tensorboard import TensorBoardTracker
-from vembed.training.tracking import closing, track_end, track_start
+from vembed.training.tensorboard import TensorBoardTracker
+from vembed.training.trackers import Tracker, closing, open_trackers, track_start
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-SECRET = "hf_abcdefghijklmnop123456"
 
 
 class Memory(Tracker):
@@ -49,39 +39,6 @@ class Memory(Tracker):
 
     def close(self) -> None:
         self.ends.append("closed")
-
-
-def result(**values: float) -> EvaluationResult:
-    run = {"q1": [("d1", 0.9), ("d2", 0.1)], "q2": [("d1", 0.8), ("d2", 0.7)]}
-    metrics = {"ndcg@10": sum(values.values()) / len(values), "recall@1": 0.5}
-    per_query = {"ndcg@10": values, "recall@1": values}
-    return EvaluationResult("balls", "a model", metrics, per_query, run, len(values), 2)
-
-
-def graded(**values: float) -> EvaluationResult:
-    """Return what a set of graded pairs gives: a rank correlation, and no ndcg."""
-    metrics = {"spearman": sum(values.values()) / len(values), "pearson": 0.5}
-    return EvaluationResult("pairs", "a model", metrics, {"spearman": values}, {}, len(values), 2)
-
-
-def tell_end(trackers: list[Tracker], folder: Path) -> None:
-    """Tell of a run over two pictures, of which the second is wanted by both queries."""
-    for name, colour in (("d1", "red"), ("d2", "blue")):
-        PIL.Image.new("RGB", (320, 200), colour).save(folder / f"{name}.png")
-    documents = {name: Image(str(folder / f"{name}.png")) for name in ("d1", "d2")}
-    queries = {"q1": f"a blue | ball, token={SECRET}", "q2": "blue"}
-    task = RetrievalData("balls", queries, documents, {"q1": {"d2": 1}, "q2": {"d2": 1}})
-    outcome = SetOutcome.of("test", result(q1=0.25, q2=0.5), result(q1=0.75, q2=0.5), "ndcg@10")
-    pairs = SetOutcome.of("test", graded(q1=0.1, q2=0.3), graded(q1=0.4, q2=0.2), "ndcg@10")
-    outcome_of_run = RunResult(outcome.verdict, outcome.baseline, outcome.final, None, folder, sets=(outcome, pairs))
-    run: Any = SimpleNamespace(
-        evaluations=SimpleNamespace(verdict_task=task),
-        config=SimpleNamespace(max_image_pixels=10**6, log_model=False),
-        output=SimpleNamespace(path=folder, model=folder / "model"),
-        state=SimpleNamespace(step=8),
-        trackers=trackers,
-    )
-    track_end(run, outcome_of_run)
 
 
 def test_examples_show_small_copies_of_pictures_and_no_secret(tmp_path: Path) -> None:

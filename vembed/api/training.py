@@ -35,7 +35,7 @@ from vembed.training.callbacks import Callbacks
 from vembed.training.finish import RunResult as FinishedRun
 from vembed.training.output import OutputFolder
 from vembed.training.run import run_from_config
-from vembed.training.trackers.jsonl import read_rows
+from vembed.training.trackers import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -19,7 +19,7 @@ from vembed.models.names import MODEL_FOLDER, is_run, nearest_folder
 from vembed.pages.text import finite, value_text
 from vembed.redact import redact
 from vembed.training.progress import evaluation_seconds
-from vembed.training.trackers.jsonl import read_rows
+from vembed.training.trackers import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -88,7 +88,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: 
     with ExitStack() as held:
         if not process_env().is_launched:  # what can be told before torch is imported, which takes seconds
             from vembed.training.early import refuse_wrong_inputs, refuse_wrong_output
-            from vembed.training.trackers.registry import refuse_missing_packages
+            from vembed.training.trackers import refuse_missing_packages
 
             refuse_wrong_inputs(loaded.config)
             if mode == "train":
@@ -126,7 +126,7 @@ def _train_seeds(config: Config, options: TrainOptions, command: str) -> int:
     from vembed.sweeping.process import GO_ON, TrainProcess
     from vembed.sweeping.seeds import refuse_unfit, train_seeds
     from vembed.training.early import refuse_wrong_inputs
-    from vembed.training.trackers.registry import refuse_missing_packages
+    from vembed.training.trackers import refuse_missing_packages
 
     refuse_unfit(config, launcher=process_env().launcher if process_env().is_launched else "")
     refuse_wrong_inputs(config)

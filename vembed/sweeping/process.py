@@ -29,7 +29,7 @@ from vembed.json_text import fit, read_object
 from vembed.redact import redact
 from vembed.sweeping.trials import TryAgainError
 from vembed.text import cut
-from vembed.training.trackers.jsonl import read_rows
+from vembed.training.trackers import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -117,7 +117,7 @@ def _load_configs(trials: Sequence[Trial], path: Path | None, overrides: Sequenc
         VembedError: A line for each problem of any of them.
     """
     from vembed.training.early import refuse_wrong_inputs
-    from vembed.training.trackers.registry import refuse_missing_packages
+    from vembed.training.trackers import refuse_missing_packages
 
     both = _targets(each.name for each in read_overrides(overrides).settings) & _targets(trials[0].choice)
     if both:

@@ -28,7 +28,7 @@ from vembed.models.keys import model_names, renamed
 from vembed.models.names import MODEL_FOLDER, PAIR_SIGN, locate
 from vembed.training.data import loss_needs
 from vembed.training.output import OutputFolder
-from vembed.training.trackers.registry import refuse_missing_packages
+from vembed.training.trackers import refuse_missing_packages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping

@@ -30,7 +30,7 @@ from vembed.text import show_bytes
 from vembed.training.progress import LABEL_COLUMNS
 from vembed.training.refresh import hard_batch_facts, mining_facts
 from vembed.training.saving import gather_encoder, model_bytes
-from vembed.training.trackers.jsonl import read_rows
+from vembed.training.trackers import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

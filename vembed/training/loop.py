@@ -36,7 +36,7 @@ from vembed.training.callbacks import EvaluationEvent, SaveEvent, StepEvent
 from vembed.training.guards import StepFacts
 from vembed.training.progress import LABEL_COLUMNS, Heartbeat, step_line
 from vembed.training.timing import RankMeter, peak_memory_bytes, seconds_of_parts
-from vembed.training.trackers.jsonl import read_rows
+from vembed.training.trackers import read_rows, tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -257,10 +257,9 @@ class Trainer:
         run.clock.add_step(row["step_seconds"])
         is_shown = step % run.config.logging_steps == 0 or step in (1, steps.total)
         reading = self._meter.read() if is_shown else None  # a collective: once per line, not once per step
-        for tracker in run.trackers:
-            tracker.log(step, row if reading is None else {**row, **reading.summary})
-            if reading is not None:
-                tracker.log_ranks(step, reading.by_rank)
+        tell(run.trackers, "log", step, row if reading is None else {**row, **reading.summary})
+        if reading is not None:
+            tell(run.trackers, "log_ranks", step, reading.by_rank)
         if is_shown:
             _log.info("%s", step_line(row, steps, step, seconds_left=run.clock.seconds_left(steps, step)))
             self._heartbeat.spoken()
@@ -278,8 +277,7 @@ class Trainer:
         with run.clock.evaluating(comes_again=True):
             result = run.evaluations.at_step(state.step)
         self._heartbeat.spoken()
-        for tracker in run.trackers:
-            tracker.log_evaluation(state.step, result.metrics)
+        tell(run.trackers, "log_evaluation", state.step, result.metrics)
         is_best = state.record(result.metrics, result.deciding(run.config.metric_for_best_model))
         self.ask(EvaluationEvent(state.step, result.metrics, is_best, tuple(state.evaluations)))
         return is_best

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vembed.json_text import read_object
 from vembed.text import show_duration
-from vembed.training.trackers.jsonl import read_rows
+from vembed.training.trackers import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -65,9 +65,7 @@ from vembed.training.progress import RunClock, measured_step_seconds
 from vembed.training.refresh import hard_batch_bytes, hard_sampler, mining_bytes, refuse_mining
 from vembed.training.saving import PARTS, DiskNeeds, RunCheckpoints, RunState, check_shape, free_bytes, refuse_other_run
 from vembed.training.timing import peak_memory_bytes
-from vembed.training.trackers.jsonl import read_rows
-from vembed.training.trackers.registry import open_trackers
-from vembed.training.tracking import closing, track_end, track_start
+from vembed.training.trackers import closing, open_trackers, read_rows, track_end, track_start
 from vembed.vectors.hard_vectors import HardVectors
 
 if TYPE_CHECKING:
@@ -84,7 +82,7 @@ if TYPE_CHECKING:
     from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
-    from vembed.training.trackers.base import Tracker
+    from vembed.training.trackers import Tracker
     from vembed.vectors.frozen import FrozenItems
     from vembed.vectors.teacher import Teacher
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from vembed.training.trackers.base import is_picture
-from vembed.training.trackers.hosted import PROJECT, HostedTracker
+from vembed.plugins.trackers.hosted import PROJECT, HostedTracker
+from vembed.training.trackers import is_picture
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from vembed.training.trackers.base import Cell
+    from vembed.training.trackers import Cell
 
 
 class TrackioTracker(HostedTracker):
@@ -22,13 +22,13 @@ class TrackioTracker(HostedTracker):
     advice = "see that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is right; without both, trackio writes on this machine"
 
     def open(self, run_id: str) -> Any:
-        """Return trackio's run, named as the output folder and its id: trackio finds runs by their names."""
+        """Return trackio's run, named as the output folder and its id."""
         return self.package.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=f"{self.run_name}-{run_id[:8]}",
+            name=f"{self.run_name}-{run_id[:8]}",  # trackio finds a run again by its name
             config=dict(self.config),
             resume="allow",
-            embed=False,
+            embed=False,  # a notebook gets no frame of its pages
         )
 
     def send(self, run: Any, step: int, values: Mapping[str, float]) -> None:
@@ -41,8 +41,8 @@ class TrackioTracker(HostedTracker):
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         """Show a table, with its pictures."""
-        shown = [[self.package.Image(cell) if is_picture(cell) else cell for cell in row] for row in rows]
-        self.run.log({name: self.package.Table(columns=list(columns), data=shown)}, step=step)
+        cells = [[self.package.Image(cell) if is_picture(cell) else cell for cell in row] for row in rows]
+        self.run.log({name: self.package.Table(columns=list(columns), data=cells)}, step=step)
 
     def log_file(self, path: Path) -> None:
         """Keep a file as an artifact of its name."""

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vembed.plugins.trackers.hosted import PROJECT, HostedTracker
 from vembed.redact import redact
-from vembed.training.trackers.base import is_picture
-from vembed.training.trackers.hosted import PROJECT, HostedTracker
+from vembed.training.trackers import is_picture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from vembed.training.trackers.base import Cell
+    from vembed.training.trackers import Cell
 
 
 class WandbTracker(HostedTracker):
@@ -26,13 +25,13 @@ class WandbTracker(HostedTracker):
     advice = "log in with `wandb login`, or set WANDB_MODE=offline and send the run later with `wandb sync`"
 
     def open(self, run_id: str) -> Any:
-        """Return the run of Weights & Biases, named as the output folder.
-
-        Its capture of the console is off unless WANDB_CONSOLE asks for it: train.log has the lines, without secrets.
-        """
-        own = {"console": "off", "quiet": True}
-        settings = {name: value for name, value in own.items() if f"WANDB_{name.upper()}" not in os.environ}
-        with _redacted_command():
+        """Return the run of Weights & Biases, named as the output folder."""
+        # Its capture of the console is off unless WANDB_CONSOLE asks for it: train.log has the lines, without secrets.
+        defaults = {"console": "off", "quiet": True}
+        settings = {name: value for name, value in defaults.items() if f"WANDB_{name.upper()}" not in os.environ}
+        command = sys.argv
+        sys.argv = [redact(word) for word in command]  # W&B records the command line
+        try:
             run = self.package.init(
                 project=os.environ.get("WANDB_PROJECT", PROJECT),
                 name=os.environ.get("WANDB_NAME", self.run_name),
@@ -42,11 +41,15 @@ class WandbTracker(HostedTracker):
                 config=dict(self.config),
                 settings=self.package.Settings(**settings),
             )
+        finally:
+            sys.argv = command
+        # The step is a number of ours, because W&B drops what comes with a step below its last: the numbers of a step
+        # come in several calls, and a resumed run may be behind.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
 
-    def place(self, run: Any) -> str:
+    def location(self, run: Any) -> str:
         """Return the command that sends an offline run; of others W&B prints the address."""
         return f"offline; send it later with: wandb sync {Path(run.dir).parent}" if run.offline else ""
 
@@ -56,13 +59,13 @@ class WandbTracker(HostedTracker):
 
     def log_text(self, step: int, name: str, text: str) -> None:
         """Show a text as a panel, with its columns aligned."""
-        shown = text.replace("&", "&amp;").replace("<", "&lt;")
-        self.run.log({"step": step, name: self.package.Html(f"<pre>{shown}</pre>")})
+        escaped = text.replace("&", "&amp;").replace("<", "&lt;")
+        self.run.log({"step": step, name: self.package.Html(f"<pre>{escaped}</pre>")})
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         """Show a table, with its pictures."""
-        shown = [[self.package.Image(cell) if is_picture(cell) else cell for cell in row] for row in rows]
-        self.run.log({"step": step, name: self.package.Table(columns=list(columns), data=shown)})
+        cells = [[self.package.Image(cell) if is_picture(cell) else cell for cell in row] for row in rows]
+        self.run.log({"step": step, name: self.package.Table(columns=list(columns), data=cells)})
 
     def log_file(self, path: Path) -> None:
         """Keep a copy under the run's files; a page is a panel too."""
@@ -77,22 +80,12 @@ class WandbTracker(HostedTracker):
     def log_model(self, folder: Path) -> None:
         """Keep the model as an artifact; offline it is read from its folder when the run is synced."""
         run = self.run
+        # Not copied to W&B's cache, which would take the size of the model once more.
         artifact = self.package.Artifact(f"model-{run.id}", "model")
-        for path in sorted(each for each in folder.rglob("*") if each.is_file()):  # add_dir would print a line
+        for path in sorted(entry for entry in folder.rglob("*") if entry.is_file()):  # add_dir would print a line
             artifact.add_file(str(path), str(path.relative_to(folder)), policy="immutable", skip_cache=True)
         run.log_artifact(artifact)
 
     def finish(self, run: Any) -> None:
         """Finish the run, as failed where an error ended it."""
         run.finish(exit_code=0 if self.error is None else 1)
-
-
-@contextmanager
-def _redacted_command() -> Iterator[None]:
-    """Hide secrets in the command line, which W&B records, for as long as the block lasts."""
-    given = sys.argv
-    sys.argv = [redact(each) for each in given]
-    try:
-        yield
-    finally:
-        sys.argv = given

@@ -1,11 +1,10 @@
-"""What trackers have in common that send what a run tells to a service, through its own Python package."""
+"""What the trackers of services do alike: run ids, resuming, and which steps a service has already."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import logging
-import math
 import uuid
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.errors import MachineError
 from vembed.files import replace_text
-from vembed.training.trackers.base import Tracker
+from vembed.training.trackers import Tracker, flatten_ranks, missing_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,16 +21,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 PROJECT = "vembed"
-"""Where runs are shown, unless the service's own variables say otherwise."""
+"""Project of the runs, unless the service's own variables name another."""
 
 
 class HostedTracker(Tracker, ABC):
-    """Send numbers under `train/`, `ranks/` and `evaluation/` by a package that is named as the tracker is.
+    """A run of a service, fed through the service's Python package, which has the tracker's name.
 
-    The package is imported here and the run is opened at the first thing to send, so that a missing package ends the
-    run before training, and a service that can't be reached is switched off by the guard.
+    Numbers go under `train/`, `ranks/`, `evaluation/` and `result/`. The tracker's folder keeps two files:
 
-    A resumed training continues in the run that it began, and does not send again the steps that the service has.
+    - `run_id`: a resumed training continues in the service's run that it began.
+    - `sent.json`: group of numbers -> last step sent. Steps that a resumed training does again aren't sent again.
+
+    The package is imported by the constructor, so that a missing one ends the run before training. The service's run is
+    opened at the first thing to send: by then a service that can't be reached costs the tracker and not the run.
 
     Raises:
         MachineError: The package is missing.
@@ -45,7 +47,7 @@ class HostedTracker(Tracker, ABC):
             raise MachineError(missing_text(self.name, str(error))) from error
         self._run: Any = None
         self._sent: dict[str, int] = {}
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # that ended the training early
 
     @abstractmethod
     def open(self, run_id: str) -> Any:
@@ -59,48 +61,54 @@ class HostedTracker(Tracker, ABC):
         """Let the service end the run; `self.error` is what ended it early."""
         run.finish()
 
-    def place(self, run: Any) -> str:  # noqa: ARG002 - of packages that don't print it themselves
+    def location(self, run: Any) -> str:  # noqa: ARG002 - of packages that don't print it themselves
         """Return where a user finds the run; empty says nothing."""
         return ""
 
     def last_steps(self, run: Any) -> dict[str, int]:  # noqa: ARG002 - of services that can be asked
         """Return the last step that the service has of each group of numbers."""
         with suppress(OSError, ValueError):
-            found = json.loads((self.folder / "sent.json").read_text("utf-8"))
-            return {str(group): int(step) for group, step in found.items()}
+            steps = json.loads((self.folder / "sent.json").read_text("utf-8"))
+            return {str(group): int(step) for group, step in steps.items()}
         return {}
 
     @property
     def run(self) -> Any:
         """The service's run, opened when it is first asked for."""
         if self._run is None:
-            self._run = self.open(self._run_id())
+            path = self.folder / "run_id"
+            if self.resume_step and path.is_file():
+                run_id = path.read_text("utf-8")
+            else:  # written before the service hears of the run: a kill between the two leaves no run that nobody knows
+                self.folder.mkdir(parents=True, exist_ok=True)
+                run_id = uuid.uuid4().hex[:16]
+                replace_text(path, run_id)
+            self._run = self.open(run_id)
             self._sent = self.last_steps(self._run) if self.resume_step else {}
-            if place := self.place(self._run):
-                _log.info("%-7s %s", self.name, place)
+            if location := self.location(self._run):
+                _log.info("%-7s %s", self.name, location)
         return self._run
 
     @property
     def run_name(self) -> str:
-        """What the run is called: as the output folder."""
+        """The name of the output folder."""
         return self.folder.absolute().parents[1].name
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers of a training step."""
-        self._send("train", step, values)
+        self._send_group("train", step, values)
 
     def log_ranks(self, step: int, by_rank: Mapping[str, Sequence[float]]) -> None:
         """Send what each process measured."""
-        values = {f"{name}/{rank}": value for name, ranks in by_rank.items() for rank, value in enumerate(ranks)}
-        self._send("ranks", step, {name: value for name, value in values.items() if not math.isnan(value)})
+        self._send_group("ranks", step, flatten_ranks(by_rank))
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of an evaluation."""
-        self._send("evaluation", step, metrics)
+        self._send_group("evaluation", step, metrics)
 
     def log_result(self, step: int, values: Mapping[str, float]) -> None:
-        """Send what came of the whole run."""
-        self._send("result", step, values)
+        """Send the main metrics before and after training."""
+        self._send_group("result", step, values)
 
     def log_stop(self, error: BaseException) -> None:
         """Remember what ended the run early."""
@@ -112,28 +120,11 @@ class HostedTracker(Tracker, ABC):
             self.finish(self._run)
             self._run = None
 
-    def _send(self, group: str, step: int, values: Mapping[str, float]) -> None:
+    def _send_group(self, group: str, step: int, values: Mapping[str, float]) -> None:
         run = self.run
-        if step <= self._sent.get(group, -1):
+        if step <= self._sent.get(group, -1):  # -1: an evaluation may be of step 0
             return
         self.send(run, step, {f"{group}/{name}": value for name, value in values.items()})
+        # After the call, not before: a kill between the two sends a step twice, and loses none.
         self._sent[group] = step
         (self.folder / "sent.json").write_text(json.dumps(self._sent), "utf-8")
-
-    def _run_id(self) -> str:
-        """Return the id of the service's run: a resumed training continues in the one that it began."""
-        path = self.folder / "run_id"
-        if self.resume_step and path.is_file():
-            return path.read_text("utf-8")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        made = uuid.uuid4().hex[:16]
-        replace_text(path, made)
-        return made
-
-
-def missing_text(name: str, why: str) -> str:
-    """Return what a user is told whose machine lacks the package of a tracker."""
-    return (
-        f"the tracker {name} needs a package that is missing ({why}): "
-        f'pip install "vembed[{name}]", or leave it out of report_to'
-    )

@@ -1,31 +1,28 @@
-"""TensorBoard: the same numbers as curves, and those of each process."""
+"""TensorBoard, the default tracker: numbers as curves, those of each process too, texts and pictures."""
 
 from __future__ import annotations
 
 import importlib
-import math
 import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from vembed.errors import MachineError
-from vembed.training.trackers.base import Tracker, is_picture
+from vembed.training.trackers import Tracker, flatten_ranks, is_picture
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from vembed.training.trackers.base import Cell
+    from vembed.training.trackers import Cell
 
 
 class TensorBoardTracker(Tracker):
     """Write scalars that TensorBoard shows: `train/loss` ..., `evaluation/ndcg@10` ..., `ranks/loss/0` ...
 
-    TensorBoard is imported here, not with the module, and the folder is made at the first number, so that a full disk
-    fails inside the guard and a missing package before training.
-
-    TensorBoard hides what older event files hold of steps after `resume_step`.
+    TensorBoard is imported by the constructor, so that a missing package is refused before training. The folder is made
+    at the first number: by then a full disk costs the tracker and not the run.
 
     Raises:
         MachineError: The package is missing.
@@ -44,7 +41,7 @@ class TensorBoardTracker(Tracker):
                 "pip install tensorboard, or set report_to: none"
             ) from error
         self._writer: Any = None
-        self._shown = threading.excepthook
+        self._excepthook = threading.excepthook
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the numbers of a training step under `train/`."""
@@ -52,20 +49,14 @@ class TensorBoardTracker(Tracker):
 
     def log_ranks(self, step: int, by_rank: Mapping[str, Sequence[float]]) -> None:
         """Record what each process measured under `ranks/`, e.g. `ranks/peak_memory_bytes/3` for process 3."""
-        values = {
-            f"{name}/{rank}": value
-            for name, numbers in by_rank.items()
-            for rank, value in enumerate(numbers)
-            if not math.isnan(value)
-        }
-        self._add("ranks", step, values)
+        self._add("ranks", step, flatten_ranks(by_rank))
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of an evaluation under `evaluation/`."""
         self._add("evaluation", step, metrics)
 
     def log_result(self, step: int, values: Mapping[str, float]) -> None:
-        """Record what came of the run under `result/`."""
+        """Record the main metrics before and after training under `result/`."""
         self._add("result", step, values)
 
     def log_text(self, step: int, name: str, text: str) -> None:
@@ -89,7 +80,7 @@ class TensorBoardTracker(Tracker):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-            threading.excepthook = self._shown
+            threading.excepthook = self._excepthook
 
     def _add(self, group: str, step: int, values: Mapping[str, float]) -> None:
         writer = self._open()
@@ -99,19 +90,22 @@ class TensorBoardTracker(Tracker):
     def _open(self) -> Any:
         """Return the writer; the first one begins with the configuration."""
         if self._writer is None:
-            self._shown, threading.excepthook = threading.excepthook, self._show
+            # TensorBoard writes in a thread of its own. An error that ends the thread would be printed with a traceback
+            # that says nothing new: the next number raises the same error here, and the tracker goes with one line.
+            self._excepthook, threading.excepthook = threading.excepthook, self._show_other_threads
+            # TensorBoard hides what older event files hold from `purge_step` on: those steps are done again.
             self._writer = self._writer_class(str(self.folder), purge_step=self.resume_step + 1)
             rows = [_line(["key", "value"]), _line(["---", "---"]), *map(_line, self.config.items())]
             self._writer.add_text("configuration", "\n".join(rows), self.resume_step)
         return self._writer
 
-    def _show(self, told: threading.ExceptHookArgs) -> None:
-        """Show what ended a thread, but for TensorBoard's writer: the next number it gets raises the same error."""
-        if not type(told.thread).__module__.startswith("tensorboard."):
-            self._shown(told)
+    def _show_other_threads(self, failure: threading.ExceptHookArgs) -> None:
+        if not type(failure.thread).__module__.startswith("tensorboard."):
+            self._excepthook(failure)
 
 
 def _line(cells: Sequence[object]) -> str:
     """Return a row of a Markdown table."""
+    # A cell holds no line break and no bar: either would end it.
     texts = ("" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
     return f"| {' | '.join(' '.join(text.split()).replace('|', '&#124;') for text in texts)} |"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from vembed.training.trackers.hosted import PROJECT, HostedTracker
+from vembed.plugins.trackers.hosted import PROJECT, HostedTracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

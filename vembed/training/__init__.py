@@ -1,6 +1,6 @@
-"""Training: the loop, what guards it, and where everything is put together.
+"""Training: from a configuration to a trained model and its verdict.
 
-Here: the trainer, optimizer and schedule, guards (non-finite numbers), trackers, and build.py, the only place
-that turns a plan into objects. Not here: how a step is computed (gradcache/), a checkpoint written (checkpoint/) or
-retrieval measured (evaluation/).
+In: a `Config`. Out: a model, metrics, checkpoints and a report in the output folder. run.py puts the parts together and
+is the first file to read; loop.py is what happens in each step. Not here: how a step is computed (gradcache/), a
+checkpoint written (checkpoint/) or retrieval measured (evaluation/).
 """

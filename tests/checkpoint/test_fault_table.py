@@ -50,13 +50,13 @@ class Row:
         return [path for path, codes in of_rank.items() if set(codes) != {NOT_ASKED}]
 
 
-FAST = ("SIGKILL", "ENOSPC")
+FAST = ("SIGKILL", 1)
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((fault, ranks), marks=[] if fault in FAST and ranks == 1 else pytest.mark.slow)
+        pytest.param((fault, ranks), marks=[] if (fault, ranks) == FAST else pytest.mark.slow)
         for ranks in (1, 2)
         for fault in FAULTS
     ],

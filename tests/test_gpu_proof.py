@@ -97,6 +97,7 @@ def run_steps(proof: Any, folder: Path, names: str, *, seconds: float) -> int:
     return code
 
 
+@pytest.mark.slow
 def test_what_fails_is_a_row_and_the_next_step_goes_on(
     proof: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

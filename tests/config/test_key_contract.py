@@ -82,6 +82,7 @@ class KeyContract:
         assert len(counts) > 20
         assert {"batch_size", "learning_rate", "seed", "warmup_ratio"} <= {*bounded}
 
+    @pytest.mark.slow
     def test_all_of_them_survive_a_dump(self, tmp_path: Path) -> None:
         """The defaults, and every choice and bound of every key beside what it acts with."""
         path = tmp_path / "config.yaml"

@@ -320,6 +320,7 @@ def own_batches(rank: int, world_size: int, path: str, first: int, last: int, ca
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.slow
 def test_every_sample_comes_once_an_epoch_and_in_the_same_order_after_a_stop(
     tmp_path: Path, world_size: int, request: pytest.FixtureRequest
 ) -> None:

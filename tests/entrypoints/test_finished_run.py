@@ -272,6 +272,8 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(Tracker):
+        name = "tensorboard"
+
         def log(self, step: int, values: object) -> None:
             raise ConnectionError("nobody listens")
 

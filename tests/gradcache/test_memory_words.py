@@ -16,7 +16,7 @@ from vembed.errors import MachineError
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.memory import free_cache, is_out_of_memory, out_of_memory_advice
-from vembed.training import run as wiring
+from vembed.training import run as assembly
 
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "
@@ -118,8 +118,8 @@ def test_memory_that_nothing_brings_back_ends_a_run_with_advice(
     def fails(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(wiring, "start_runtime", fails)
+    monkeypatch.setattr(assembly, "start_runtime", fails)
     watchdog = Watchdog()
     watchdog.words.doing = "training"
     with pytest.raises(MachineError, match=advice):
-        wiring.run_from_config(Config(model_name="a"), watchdog=watchdog)
+        assembly.run_from_config(Config(model_name="a"), watchdog=watchdog)

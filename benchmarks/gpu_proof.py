@@ -56,7 +56,7 @@ GROUPS = ("first", "ranks", "feed", "speed", "compile")
 
 _MODEL = ("transformers", "safetensors")
 _PLAN = (*_MODEL, "accelerate", "pydantic", "PIL", "peft")
-_RUN = (*_PLAN, "yaml", "pyarrow", "datasets", "faiss", "pytrec_eval", "bm25s", "jinja2", "matplotlib")
+_RUN = (*_PLAN, "yaml", "pyarrow", "datasets", "faiss", "pytrec_eval", "bm25s", "Stemmer", "jinja2", "matplotlib")
 
 
 def _sweep(  # `compile` is the option's own name

@@ -143,6 +143,8 @@ def host(setting: Setting) -> Iterator[Finding]:
     workload = workload_of(encoder, setting, pairs, torch.bfloat16 if on_gpu else None)
     pool, structure = batch_of(workload)
     counted = []
+    with _synchronisations(setting):  # the first warning of a process waits by itself
+        engine_of(workload, tokens).step([pool], structure)
     for factor in (1, 2):
         engine = engine_of(workload, tokens // factor)
         results = [engine.step([pool], structure) for _ in range(2)]  # what is done once is done

@@ -102,6 +102,7 @@ class Row:
 
 WHEELS: Mapping[str, str] = {
     "PIL": "pillow",
+    "Stemmer": "PyStemmer",
     "bm25s": "bm25s",
     "datasets": "datasets dill multiprocess xxhash pandas python-dateutil six",
     "faiss": "faiss-cpu",

@@ -133,6 +133,15 @@ def test_a_batch_that_fits_one_call_is_one_call_without_spare_rows() -> None:
     assert len(plan_chunks(lengths, ChunkBudget(4, 4 * 104 - 1, bucketed=True))) > 1
 
 
+def test_a_budget_is_cut_finer_where_chunks_are_few_but_never_to_calls_that_leave_a_fast_device_idle() -> None:
+    lengths = text_lengths(np.random.default_rng(0))[:4096]
+    largest = [
+        max(chunk.padded_tokens for chunk in plan_chunks(lengths, ChunkBudget(2**14, tokens, bucketed=True)))
+        for tokens in (8192, 16_384, 32_768, 131_072)
+    ]
+    assert [round(tokens / 1024) for tokens in largest] == [8, 16, 16, 32]
+
+
 @pytest.mark.parametrize("numbers", [(0, 1), (1, 0)])
 def test_a_budget_of_nothing_is_refused(numbers: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="positive"):

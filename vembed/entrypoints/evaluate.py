@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import vembed
 from vembed.data.keys import LabelKind
 from vembed.distributed.lock import hold_output
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
@@ -251,7 +252,7 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
             del encoder, encode  # two large models don't fit at once
             gc.collect()
         outcomes = [measure_pairs(*each, poll=stop.poll) for each in zip(sets, similarities, strict=True)]
-    page = graded_page(outcomes, _facts(runtime, "vembed", "torch"), command)
+    page = graded_page(outcomes, _facts(runtime, "torch"), command)
     write_page(options.output, page)
     print(f"{render_terminal(page)}\nwritten to {options.output / 'report.html'}, .md and .json")
     return ExitCode.OK
@@ -262,6 +263,7 @@ def _facts(runtime: Runtime, *packages: str) -> list[tuple[str, str]]:
     facts = [
         ("System", f"{platform.system()} {platform.machine()}"),
         ("Device of the encoders", runtime.machine.device_name),
+        ("vembed", vembed.__version__),
     ]
     return [*facts, *((name, version(name)) for name in packages)]
 
@@ -289,7 +291,7 @@ def _evaluate(options: EvaluateOptions, *, command: str) -> int:
         for entry in run_benchmark(models, options.sets, options.output, settings):
             _print_result(entry, options.metric)
             entries.append(entry)
-    facts = _facts(runtime, "vembed", "faiss-cpu", "torch")
+    facts = _facts(runtime, "faiss-cpu", "torch")
     page = board_page(build_board(entries, options.metric, facts=facts, command=command))
     write_page(options.output, page, name="leaderboard")
     # The ranking holds the values of all sets with their marks; a table for each set would push it off the screen.

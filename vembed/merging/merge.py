@@ -13,6 +13,7 @@ import shutil
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+import vembed
 from vembed.data.keys import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
@@ -86,7 +87,7 @@ def merge_models(
         num_targets = len(keys.targets)
         choice = trial.choose(grid(len(models), keys.steps), sets[:num_targets], sets[num_targets:])
         weights = list(choice.chosen.weights)
-        facts = {"method": keys.method, "vembed": version("vembed"), "torch": version("torch")}
+        facts = {"method": keys.method, "vembed": vembed.__version__, "torch": version("torch")}
         write_page(pages, merge_page(choice, names, facts, command))
         print(merge_headline(choice))
     mixture.take(weights, keys.method)

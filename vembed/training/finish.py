@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import vembed
 from vembed.batch import ImageLimits
 from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-PACKAGES = ("vembed", "torch", "transformers", "accelerate", "numpy", "faiss-cpu", "datasets")
-"""Packages whose versions decide a result: equal on all ranks, and named in the report."""
+PACKAGES = ("torch", "transformers", "accelerate", "numpy", "faiss-cpu", "datasets")
+"""Packages whose versions decide a result, beside our own: equal on all ranks, and named in the report."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -282,7 +283,8 @@ def _training_facts(run: Run, rows: Sequence[Mapping[str, float]]) -> list[tuple
 
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide a result."""
-    return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
+    others = {package: version(package) for package in PACKAGES}
+    return {"python": platform.python_version(), "vembed": vembed.__version__, **others}
 
 
 def _environment(run: Run) -> dict[str, str]:

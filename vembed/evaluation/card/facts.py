@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+import vembed
 from vembed.redact import redact
 from vembed.registry import ENCODERS
 
@@ -104,7 +105,8 @@ class CardFacts:
 
 def written_with() -> tuple[tuple[str, str], ...]:
     """Return (package, version) of what writes a model's folder."""
-    return tuple((package, version(package)) for package in ("vembed", "transformers", "torch", "safetensors"))
+    others = ("transformers", "torch", "safetensors")
+    return (("vembed", vembed.__version__), *((package, version(package)) for package in others))
 
 
 def model_facts(encoder: Encoder, form: Form) -> ModelFacts:

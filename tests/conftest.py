@@ -26,7 +26,7 @@ SAMPLED_ROOMS = (
     "checkpoint", "data", "distributed", "encoders", "entrypoints", "evaluation", "gradcache", "losses", "models",
     "training", "vectors",
 )  # fmt: skip
-SAMPLED_CASES = defaultdict(lambda: 2, encoders=4)  # of a promise that 14 entries of the registry keep, four entries
+SAMPLED_CASES = defaultdict(lambda: 1, encoders=4)  # of a promise that 14 entries of the registry keep, four entries
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run whole commands first, and leave most cases of the large tables to the slow tests.
 
     At the end only short tests are left to share out. Many tests go through tables of families, losses, settings or
-    broken inputs: of each table a few rows, drawn by their names, are enough to see at once that something broke.
+    broken inputs: a row of each table, drawn by its name, is enough to see at once that something broke.
     """
     items.sort(key=lambda item: "entrypoints" not in item.path.parts)
     cases = defaultdict(list)

@@ -74,6 +74,7 @@ def write_config(folder: Path, model: Path, settings: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_metric_of_a_plugin_chooses_the_best_checkpoint(vembed, bag: Path, tmp_path: Path) -> None:
     write_recipe(tmp_path, "my_metrics")
     write_config(tmp_path, bag, "max_steps: 2\neval_strategy: steps\neval_steps: 1\nreport_to: none\n")
@@ -96,6 +97,7 @@ def test_a_metric_of_a_plugin_chooses_the_best_checkpoint(vembed, bag: Path, tmp
     assert "my_metrics" in (tmp_path / "run/plan.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_set_of_a_plugin_is_trained_on_and_evaluated(vembed, bag: Path, tmp_path: Path) -> None:
     write_recipe(tmp_path, "my_sets")
     (tmp_path / "config.yaml").write_text(
@@ -132,6 +134,7 @@ class Unmade(Tracker):
 """
 
 
+@pytest.mark.slow
 def test_trackers_of_plugins_get_every_step_and_failing_ones_stop_nothing(vembed, bag: Path, tmp_path: Path) -> None:
     write_recipe(tmp_path, "my_trackers")
     (tmp_path / "broken.py").write_text(BROKEN)

@@ -123,6 +123,7 @@ def test_what_fails_is_a_row_and_the_next_step_goes_on(
     assert table.endswith("\n3 held, 4 FAILED, 1 measured, 3 skipped, 0 unfinished\n")
 
 
+@pytest.mark.slow
 def test_a_busy_machine_fails_no_row(proof: Any, tmp_path: Path) -> None:
     assert run_steps(proof, tmp_path, "late", seconds=60) == 75
     rows = rows_in(tmp_path)
@@ -164,6 +165,7 @@ def wheel(folder: Path, python: str) -> None:
         archive.writestr(f"{name}.dist-info/RECORD", "")
 
 
+@pytest.mark.slow
 def test_carried_wheels_are_used_by_the_steps(proof: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setenv("PYTHONPATH", "")

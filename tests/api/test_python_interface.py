@@ -47,6 +47,7 @@ def keys(tmp_path: Path) -> dict[str, Any]:
 # --- import
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_nothing_heavy_and_its_names_still_work() -> None:
     program = (
         "import gc, sys, vembed\n"

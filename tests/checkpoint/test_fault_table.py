@@ -94,6 +94,7 @@ def step_of(folder: Path) -> int:
     return CheckpointManager(folder).steps()[-1]
 
 
+@pytest.mark.slow
 def test_every_write_is_tried_and_each_save_ends_as_it_should(row: Row) -> None:
     for rank in range(row.num_ranks):
         struck = row.struck(rank)

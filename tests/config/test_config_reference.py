@@ -58,6 +58,7 @@ def test_the_published_clip_settings_are_shipped_unchanged() -> None:
     assert config.model_name == "openai/clip-vit-base-patch32"
 
 
+@pytest.mark.slow
 def test_the_published_clip_settings_alone_pass_validation(tmp_path: Path) -> None:
     path = tmp_path / "clip.yaml"
     path.write_text(

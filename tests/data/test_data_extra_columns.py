@@ -156,6 +156,7 @@ def test_a_csv_cell_that_is_no_number_is_refused(write_jsonl: WriteJsonl, cell: 
     )
 
 
+@pytest.mark.slow
 def test_sets_with_fixed_columns_get_defaults_or_are_refused() -> None:
     message = refusal("builtin:pages")
     assert message == (

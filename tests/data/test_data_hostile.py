@@ -302,6 +302,7 @@ def test_characters_of_data_that_steer_a_terminal_are_shown_in_errors(
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", "".join(messages))
 
 
+@pytest.mark.slow
 def test_long_values_are_cut_in_errors(write_jsonl: WriteJsonl, beir_files: Path) -> None:
     long = "x" * 10**6
     rows = [

@@ -92,6 +92,7 @@ def run_python(code: str, folder: Path) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_offline_without_a_cached_copy_says_how_to_get_one(tmp_path: Path) -> None:
     code = (
         "from vembed.data.sources import *; from vembed.errors import MachineError\n"

@@ -69,6 +69,7 @@ def test_a_published_set_is_evaluated_by_its_name(
         assert {len(documents) for documents in run.values()} == {6 * SETS - 1}
 
 
+@pytest.mark.slow
 def test_the_subset_of_cirr_is_the_whole_ranking_restricted(tmp_path: Path) -> None:
     whole, ranked = evaluate(tmp_path, "cirr")
     subset, found = evaluate(tmp_path, "cirr", "--split", "val-subset")
@@ -115,6 +116,7 @@ def test_a_published_set_trains_a_step_in_its_own_mode_alone(tmp_path: Path, nam
         dry_run(tmp_path, f"{name}:{folder}", model_name="builtin:ngram-bag")
 
 
+@pytest.mark.slow
 def test_a_short_run_on_composed_queries_ends_with_a_report_that_shows_both_parts(tmp_path: Path) -> None:
     folder = write_cirr(tmp_path / "set")
     keys = {

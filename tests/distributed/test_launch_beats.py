@@ -121,6 +121,7 @@ def fail_in_and_out_of_a_collective(rank: int) -> tuple[bool, bool]:
     return failed_in_collective(inside), failed_in_collective(outside)
 
 
+@pytest.mark.slow
 def test_an_error_in_a_collective_is_told_from_one_elsewhere(two_ranks: RankPool) -> None:
     assert two_ranks.run(fail_in_and_out_of_a_collective) == [(True, False)] * 2
 

@@ -74,6 +74,7 @@ def test_poll_leaves_a_long_loop_with_the_exit_code_of_a_preemption() -> None:
     assert "SIGTERM" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "code"),
     [

@@ -161,6 +161,7 @@ def test_the_second_process_reads_no_weights_and_has_all_of_them(
         assert torch.equal(z, embed(load_any(folder, dtype=getattr(torch, keys_of(folder).torch_dtype)).eval(), TEXTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "qwen3", "open_clip"])
 def test_a_sharded_encoder_gets_its_weights_from_the_first_process(
     folders: dict[str, Path], two_ranks: RankPool, kind: str

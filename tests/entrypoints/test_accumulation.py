@@ -74,6 +74,7 @@ def test_each_batch_of_a_step_has_negatives_of_its_own(site: Site, tmp_path: Pat
     assert added_up.losses == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_run_killed_behind_a_shorter_step_resumes_exactly(site: Site, tmp_path: Path) -> None:
     keys = keys_of(site, tmp_path, batch_size=8, gradient_accumulation_steps=3, save_steps=1)
     whole = run_keys(tmp_path / "whole", keys)

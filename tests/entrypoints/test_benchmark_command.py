@@ -269,6 +269,7 @@ def test_bm25_of_another_language_is_measured_anew_and_told(
     assert "English" not in board
 
 
+@pytest.mark.slow
 def test_the_metric_decides_the_order_and_a_misspelt_one_is_refused(
     models: list[Path], sets: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +286,7 @@ def test_the_metric_decides_the_order_and_a_misspelt_one_is_refused(
         assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_a_model_or_a_set_cannot_give_is_refused_before_anything_is_encoded(
     sets: list[Path], tmp_path: Path, encoded: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

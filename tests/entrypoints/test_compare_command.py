@@ -21,6 +21,7 @@ def other(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_keys(tmp_path_factory.mktemp("other"), site.keys(max_steps=4, learning_rate=1e-4, eval_steps=2))
 
 
+@pytest.mark.slow
 def test_two_runs_are_compared_on_their_test_set_with_its_texts(
     finished: Outcome, other: Outcome, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

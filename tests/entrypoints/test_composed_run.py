@@ -77,6 +77,7 @@ def resumed(done: Path, folder: Path, keys: dict[str, Any]) -> Outcome:
     return run_keys(folder, keys)
 
 
+@pytest.mark.slow
 def test_a_run_names_both_and_leaves_towers_that_load_by_themselves(
     keys: dict[str, Any], done: Outcome, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,7 @@ def test_other_commands_that_write_are_refused(
     assert contents(held.parent) == before
 
 
+@pytest.mark.slow
 def test_python_callers_are_refused_too(held: Path, bag: Path, corpus: Path, site: Site) -> None:
     before = contents(held)
     with pytest.raises(ConfigError, match="is being written by process"):

@@ -79,6 +79,7 @@ def train(disk: Disk, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, 
         return run_keys(disk.path, keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk", [150], indirect=True)
 def test_a_run_that_cannot_fit_is_refused_before_its_first_step(disk: Disk, site: Site) -> None:
     keys = site.keys(model_name="builtin:ngram-bag", save_steps=2, save_total_limit=5, eval_strategy="no",
@@ -134,6 +135,7 @@ def test_older_checkpoints_make_room_for_the_model(
     assert not [path for path in done.folder.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_without_any_room_the_run_goes_on_from_what_is_whole(
     disk: Disk, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("rows") / "rows.jsonl", made_rows(80))
 
 
+@pytest.mark.slow
 def test_a_cross_encoder_as_teacher_scores_pairs_between_0_and_1_as_the_library_does(
     call: Any, bag: Path, rows: Path, tmp_path: Path
 ) -> None:

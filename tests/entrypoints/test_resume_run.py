@@ -195,6 +195,7 @@ def test_sigterm_in_training_saves_that_step_exits_75_and_resumes_equal(
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("step-0", "step-5", "final", "bm25")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["baseline", *SLOW])
 def test_sigterm_in_an_evaluation_exits_75_and_resumes_equal(
     site: Site, whole_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -316,6 +317,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, config: Path, step: int) -> Outcome
     return outcome
 
 
+@pytest.mark.slow
 def test_a_corrupt_newest_checkpoint_is_skipped_loudly_and_the_end_is_the_same(
     site: Site, whole_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +335,7 @@ def test_a_corrupt_newest_checkpoint_is_skipped_loudly_and_the_end_is_the_same(
     assert_same_run(whole_bert, resumed.folder)
 
 
+@pytest.mark.slow
 def test_a_bent_newest_checkpoint_and_lost_rows_are_told_and_the_model_is_the_same(
     site: Site, whole_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +359,7 @@ def test_a_bent_newest_checkpoint_and_lost_rows_are_told_and_the_model_is_the_sa
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_when_every_checkpoint_is_broken_the_run_does_not_start_over_by_itself(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,6 +385,7 @@ def test_resume_by_path_goes_back_to_that_step(
     assert_same_run(whole_bert, resumed.folder)
 
 
+@pytest.mark.slow
 def test_a_resume_path_that_is_no_checkpoint_is_refused_with_the_nearest(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +397,7 @@ def test_a_resume_path_that_is_no_checkpoint_is_refused_with_the_nearest(
     assert len(refused.rows) == 8
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_folder_is_refused_because_its_baseline_is_not_here(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,6 +434,7 @@ def stopped(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return config
 
 
+@pytest.mark.slow
 def test_resuming_with_another_learning_rate_is_refused_and_shows_both(stopped: Path) -> None:
     before = (stopped.parent / "out/config.yaml").read_bytes()
     refused = run_here(stopped, "--config_override", "learning_rate=0.5", "batch_size=8")
@@ -438,6 +445,7 @@ def test_resuming_with_another_learning_rate_is_refused_and_shows_both(stopped: 
     assert (stopped.parent / "out/config.yaml").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_resuming_with_other_logging_steps_is_allowed_and_said(stopped: Path, whole_bert: Path) -> None:
     resumed = run_here(stopped, "--config_override", "logging_steps=3", "save_steps=2")
     assert resumed.code == 0, resumed.err
@@ -465,12 +473,14 @@ def test_resuming_with_changed_data_is_refused(site: Site, tmp_path: Path, monke
     assert run_here(config).code == 0
 
 
+@pytest.mark.slow
 def test_resuming_with_another_model_is_refused(stopped: Path, site: Site) -> None:
     refused = run_here(stopped, "--config_override", f"model_name={site.bert_without_dropout}")
     assert refused.code == 2
     assert f"model_name: '{site.bert}' in the checkpoint, '{site.bert_without_dropout}' now" in refused.err
 
 
+@pytest.mark.slow
 def test_a_step_is_interrupted_nowhere_between_its_gradients_and_its_weights(
     site: Site, whole_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

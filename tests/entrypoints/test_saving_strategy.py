@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from command_cases import NUM_TRAIN, Site, run_keys
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.slow
 def test_an_epoch_ends_in_a_checkpoint_and_zero_switches_off(site: Site, tmp_path: Path) -> None:
     keys = site.keys(eval_strategy="no", eval_steps=None, test_data_path=None)
     keys |= {"max_steps": 14, "save_total_limit": 9, "save_strategy": "epoch", "save_steps": 0, "max_grad_norm": 0}

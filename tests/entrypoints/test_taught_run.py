@@ -126,6 +126,7 @@ def test_a_teacher_that_finds_false_negatives_changes_what_is_learnt_on_any_numb
     assert filtered.losses[0] < plain.losses[0], "what the teacher finds too similar is no negative"
 
 
+@pytest.mark.slow
 def test_a_run_whose_teacher_has_changed_is_not_resumed(site: Site, tmp_path: Path) -> None:
     shutil.copytree(site.bert_without_dropout, tmp_path / "teacher")
     keys = taught(site) | {"teacher_model_name": str(tmp_path / "teacher"), "max_steps": 4, "save_steps": 2}

@@ -88,6 +88,7 @@ def test_a_set_of_captions_stands_in_two_rows_and_everything_is_encoded_once(
         assert f"{total['total']['value']:.1f}" in (out / name).read_text(), name
 
 
+@pytest.mark.slow
 def test_a_rerun_encodes_nothing_and_the_option_adds_only_the_other_direction(
     captions: Path, tmp_path: Path, encoded: list[int]
 ) -> None:

@@ -96,11 +96,15 @@ def test_bfloat16_comes_out_as_float32_near_the_full_precision(encoder: Encoder)
     assert 0 < np.abs(full - half).max() < 0.05
 
 
-@pytest.mark.parametrize(("num_texts", "tokens"), [(8192, 400_000), (1024, 400_000), (8192, 20_000)])
-def test_large_calls_pad_no_more_than_a_quarter(encoder: Encoder, num_texts: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_texts", "tokens", "most_padding"),
+    # A thousand texts make five calls of 16,384 tokens: in smaller ones they pad less, and a fast device idles.
+    [(8192, 400_000, 1.25), (1024, 400_000, 1.45), (8192, 20_000, 1.25)],
+)
+def test_large_calls_pad_little(encoder: Encoder, num_texts: int, tokens: int, most_padding: float) -> None:
     lengths = np.random.default_rng(0).lognormal(4.0, 0.8, num_texts).astype(np.int64).clip(1, 512)
     calls = ItemEncoder(encoder, ChunkBudget(tokens, tokens, bucketed=True), CPU)._calls(lengths)
-    assert sum(call.padded_tokens for call in calls) < 1.25 * lengths.sum()
+    assert sum(call.padded_tokens for call in calls) < most_padding * lengths.sum()
     assert max(call.padded_tokens for call in calls) <= tokens
 
 

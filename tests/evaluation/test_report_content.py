@@ -197,6 +197,7 @@ def test_changes_are_counted_by_direction() -> None:
     assert build_page(same).document["queries"]["unchanged"] == 4
 
 
+@pytest.mark.slow
 def test_drawing_leaves_the_settings_of_matplotlib_alone() -> None:
     before = dict(mpl.rcParams)
     first = page(sample(steps=STEPS[:2])).source

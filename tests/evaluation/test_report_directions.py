@@ -79,6 +79,7 @@ def shown() -> Page:
     return page(report())
 
 
+@pytest.mark.slow
 def test_the_block_of_the_verdict_has_a_plain_line_on_the_other_direction() -> None:
     reverse = report().reverse
     assert reverse is not None

@@ -95,6 +95,7 @@ def test_the_page_names_each_point_on_hover_and_shows_both_texts_of_a_pair() -> 
     assert queries
 
 
+@pytest.mark.slow
 def test_the_page_stays_under_two_megabytes_with_a_map_of_pictures(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     pictures = {}

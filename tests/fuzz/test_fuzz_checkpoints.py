@@ -166,6 +166,7 @@ def check(saved: Reader, folder: Path, caplog: pytest.LogCaptureFixture, *, is_e
         assert same(saved.restored, saved.states[step])
 
 
+@pytest.mark.slow
 @fuzzed(1.5)
 @given(data=st.data())
 def test_bent_json_is_refused_or_skipped_although_its_checksums_are_right(

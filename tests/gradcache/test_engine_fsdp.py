@@ -58,6 +58,7 @@ def accumulated_on(rank: int, settings: list[Sharded]) -> list[dict[str, torch.T
     return answers
 
 
+@pytest.mark.slow
 def test_gradients_of_several_batches_add_up_in_the_shards(two_ranks: RankPool) -> None:
     settings = [Sharded("fast", retain=0.5), Sharded("sharded")]
     expected = expected_of(settings[0])[1]

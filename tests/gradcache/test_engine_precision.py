@@ -74,6 +74,7 @@ def test_at_65536_rows_no_gradient_underflows_and_all_agree_with_float64() -> No
     assert (found.dd_DE.norm(dim=1) > 0).all()
 
 
+@pytest.mark.slow
 def test_at_65536_rows_the_sigmoid_loss_agrees_with_float64() -> None:
     found, q_QE, d_DE = large_share(SigmoidLoss(init_logit_scale=2.3, init_logit_bias=-10.0))
     scale = torch.tensor(2.3).exp().double()

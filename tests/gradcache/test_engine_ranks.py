@@ -152,6 +152,7 @@ def counted_step_on(rank: int, setting: Setting) -> tuple[StepResult, dict[str, 
     return step_on(rank, setting, counts=True)
 
 
+@pytest.mark.slow
 def test_collectives_are_constant_in_the_number_of_chunks(two_ranks: RankPool) -> None:
     few, many = (two_ranks.run(counted_step_on, Setting(chunk_rows=rows)) for rows in (100, 1))
     assert many[0][0].num_chunks > few[0][0].num_chunks + 5

@@ -91,6 +91,7 @@ def _lost(case: Any, i: int, q: Any, d: Any, directions: tuple[str, ...]) -> flo
     return float(-np.log(wanted / sum(terms)))
 
 
+@pytest.mark.slow
 def test_rows_of_one_class_are_joined_without_following_each_other_s_lists() -> None:
     size = 300  # following them would take 27 million steps
     pairs = tuple((i, j) for i in range(size) for j in range(size))

@@ -189,6 +189,7 @@ def test_a_frozen_image_tower_keeps_its_vectors(folders: dict[str, Path]) -> Non
     assert modes == {"text": True, "image": False}, "what is frozen drops nothing"
 
 
+@pytest.mark.slow
 def test_the_plan_knows_both_towers(folders: dict[str, Path]) -> None:
     keys = ModelKeys(text_model_name=str(folders["bert"]), image_model_name=str(folders["vit"]), projection_dim=16)  # type: ignore[call-arg]
     size, encoder = profile_model(keys, ProfileTarget()), load_encoder(keys)

@@ -59,6 +59,7 @@ def test_the_plan_of_a_small_step_is_true(benchmark_module: ModuleType, bf16: bo
     assert predicted["total"] - stays > 0.5 * stays
 
 
+@pytest.mark.slow
 def test_the_plan_of_texts_without_a_limit_of_length_is_true_to_the_data(benchmark_module: ModuleType) -> None:
     case = next(each for each in sys.modules["memory_cases"].CASES if each.name == "n-gram bag, all kept")
     predicted = benchmark_module.predict(case, "cpu")

@@ -94,6 +94,7 @@ def really_taken(options: ModelKeys, tower: str, rows: int) -> tuple[int, int]:
     return tuple(sum(size * count for size, count in live.alive_at(at).items()) for at in (forward, live.worst()))  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "tower"),
     [(BERT, "text"), (CLIP, "text"), (CLIP, "vision"), pytest.param(GEMMA, "text", marks=pytest.mark.slow)],
@@ -147,6 +148,7 @@ def test_only_layers_that_train_keep_activations(folder: Path) -> None:
     assert last.num_trainable < two.num_trainable < whole.num_trainable
 
 
+@pytest.mark.slow
 def test_adapters_train_few_parameters_and_are_counted(folder: Path) -> None:
     options = shape(folder, BERT)
     adapted = profile_model(options, CPU, lora=AdapterKeys(lora_r=4)).adapted
@@ -162,6 +164,7 @@ def test_what_cannot_have_adapters_has_no_adapted_size() -> None:
     assert profile_model(ModelKeys(model_name="builtin:ngram-bag"), CPU, lora=AdapterKeys()).adapted is None
 
 
+@pytest.mark.slow
 def test_autocast_makes_a_copy_of_the_weights_that_no_call_keeps_for_itself(folder: Path) -> None:
     options = shape(folder, {**BERT, "vocab_size": 100})
     full, half = (
@@ -175,6 +178,7 @@ def test_autocast_makes_a_copy_of_the_weights_that_no_call_keeps_for_itself(fold
     assert half.saved.per_token < full.saved.per_token
 
 
+@pytest.mark.slow
 def test_an_accelerator_is_measured_on_a_machine_that_has_none(folder: Path) -> None:
     options = shape(folder, BERT)
     before = torch.is_autocast_enabled("cuda"), torch.nn.functional.scaled_dot_product_attention

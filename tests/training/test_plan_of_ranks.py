@@ -34,6 +34,7 @@ def plan_of(rank: int, memory_bytes: list[int]) -> dict[str, Any]:
     return build_plan(config, runtime, cast("Any", data)).to_json()
 
 
+@pytest.mark.slow
 def test_ranks_with_unequal_memory_agree_on_the_plan_for_the_smallest(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(plan_of, [64 * GIB, 4 * GIB])
     assert first == second

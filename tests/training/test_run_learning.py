@@ -47,6 +47,7 @@ def run(folder: Path, mode: str = "train", **keys: object) -> None:
     run_from_config(Config.model_validate(values | keys), mode=mode)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("learning_rate", "cause"), [(2e-5, "little learnt"), (5e-2, None), (1e3, "learning rate too high")]
 )

@@ -184,6 +184,7 @@ def test_one_path_in_a_list_is_as_the_path_alone(tmp_path: Path) -> None:
     assert alone.final.per_query == listed.final.per_query
 
 
+@pytest.mark.slow
 def test_guards_may_be_of_another_kind_and_need_no_test_set(tmp_path: Path) -> None:
     pictures, texts = write_rows(tmp_path / "data", "t2i", count=6), rows(tmp_path / "d", 0)
     result = run(

@@ -85,6 +85,7 @@ def test_cosent_trains_a_model_on_pairs_with_a_truth(folder: Path) -> None:
     assert sum(losses[-2:]) < 0.5 * sum(losses[:2])
 
 
+@pytest.mark.slow
 def test_pairs_with_a_truth_and_a_column_of_the_loss_train_a_model(folder: Path) -> None:
     done = train(folder)
     assert done.returncode == 0, done.stderr

@@ -22,8 +22,8 @@ def versions(setting: Setting) -> Iterator[Finding]:
     """State versions, machine and variables, and time one matrix product: the ceiling of all that follows."""
     import torch
 
-    from vembed.doctor.checks import shown_variables
-    from vembed.doctor.facts import machine_facts
+    from vembed.workflows.doctor.checks import shown_variables
+    from vembed.workflows.doctor.facts import machine_facts
 
     facts = machine_facts(Path.cwd())
     packages = {name: found or "missing" for name, found in (facts.packages | facts.extras).items()}

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from vembed.api.model import EmbeddingModel, Predictor, load
     from vembed.api.retrieval import EvaluationResult, Hit, IndexMeta, Searcher, build_index, evaluate, open_index
     from vembed.api.training import RunResult, Trainer, compare, train
-    from vembed.comparison.compare import RunComparison
     from vembed.config.schema import Config
     from vembed.data.builtin import register_dataset
     from vembed.entrypoints.command import register_command
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from vembed.models.load import register_encoder
     from vembed.training.callbacks import EndEvent, EvaluationEvent, LearningRate, SaveEvent, StepEvent, Stop
     from vembed.training.trackers import register_tracker
+    from vembed.workflows.comparison.compare import RunComparison
 
 __version__ = "0.1.0"
 
@@ -75,7 +75,7 @@ _MODULES = {
         *("build_index", "evaluate", "open_index"),
     ),
     "vembed.api.training": ("RunResult", "Trainer", "compare", "train"),
-    "vembed.comparison.compare": ("RunComparison",),
+    "vembed.workflows.comparison.compare": ("RunComparison",),
     "vembed.config.schema": ("Config",),
     "vembed.errors": (
         *("ConfigError", "DataError", "MachineError", "NonFiniteError", "PreemptedError", "VembedError"),

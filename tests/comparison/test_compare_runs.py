@@ -11,10 +11,10 @@ import pytest
 from run_cases import CONTENT, METRIC, result, values_of, write_run
 from scipy import stats
 
-from vembed.comparison.compare import compare_runs
-from vembed.comparison.page import overlays, terminal_lines
 from vembed.errors import ConfigError
 from vembed.evaluation.significance import compare, holm, paired_p_value
+from vembed.workflows.comparison.compare import compare_runs
+from vembed.workflows.comparison.page import overlays, terminal_lines
 
 if TYPE_CHECKING:
     from pathlib import Path

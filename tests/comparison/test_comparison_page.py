@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from run_cases import METRIC, values_of, write_run
 
-from vembed.comparison.compare import compare_runs
+from vembed.workflows.comparison.compare import compare_runs
 
 if TYPE_CHECKING:
     from pathlib import Path

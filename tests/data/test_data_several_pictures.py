@@ -18,8 +18,8 @@ from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError
-from vembed.search.thumbnails import make_thumbnails, thumbnail_size
 from vembed.training.batches import estimated_costs
+from vembed.workflows.search.thumbnails import make_thumbnails, thumbnail_size
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ from command_cases import environment
 from warm_process import WarmProcess
 
 import vembed
-from vembed.search.serve import SearchServer
+from vembed.workflows.search.serve import SearchServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed.doctor import facts as facts_module
-from vembed.doctor import self_test as self_test_module
-from vembed.doctor.self_test import SelfTest
 from vembed.entrypoints import doctor
 from vembed.errors import MachineError
+from vembed.workflows.doctor import facts as facts_module
+from vembed.workflows.doctor import self_test as self_test_module
+from vembed.workflows.doctor.self_test import SelfTest
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import vembed
-from vembed.search import build
+from vembed.workflows.search import build
 
 if TYPE_CHECKING:
     from pathlib import Path

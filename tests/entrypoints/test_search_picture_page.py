@@ -16,7 +16,7 @@ from browser_cases import Browser, needs_browser, running_browser
 from search_cases import Page, served_here
 
 import vembed
-from vembed.search.serve import MAX_PARTS
+from vembed.workflows.search.serve import MAX_PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,7 +160,7 @@ def test_slow_senders_do_not_keep_others_from_searching_with_a_picture(picture_p
 
 
 def test_a_form_that_never_ends_is_closed_in_time(picture_index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vembed.search.serve.FORM_SECONDS", 0.2)
+    monkeypatch.setattr("vembed.workflows.search.serve.FORM_SECONDS", 0.2)
     with served_here(picture_index) as page, trickling(page) as sender:
         time.sleep(0.3)
         sender.sendall(b"Content")
@@ -172,7 +172,7 @@ def test_a_form_that_never_ends_is_closed_in_time(picture_index: Path, monkeypat
 def test_more_senders_than_the_server_takes_are_refused_at_once(
     picture_index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.search.serve.UPLOADS_AT_ONCE", 1)
+    monkeypatch.setattr("vembed.workflows.search.serve.UPLOADS_AT_ONCE", 1)
     with served_here(picture_index) as page:
         with trickling(page):
             time.sleep(0.2)

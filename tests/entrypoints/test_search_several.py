@@ -117,7 +117,7 @@ def test_broken_offsets_and_another_reading_of_the_model_are_refused(
 def test_an_encoding_of_several_vectors_that_was_stopped_or_damaged_goes_on_to_the_same_bytes(
     model: Path, several: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.search.documents.SLICE_ROWS", 4)
+    monkeypatch.setattr("vembed.workflows.search.documents.SLICE_ROWS", 4)
     corpus, append, lengths = several.parent / "corpus.jsonl", store._Part.append, []
     vembed.build_index(model, corpus, tmp_path / "whole")
 
@@ -155,7 +155,7 @@ def test_a_table_of_several_vectors_is_refused_before_anything_is_encoded(
 ) -> None:
     if form == "lancedb":
         pytest.importorskip("lancedb", reason="the extra lancedb isn't installed: pip install 'vembed[lancedb]'")
-    monkeypatch.setattr("vembed.search.build._write_files", None)
+    monkeypatch.setattr("vembed.workflows.search.build._write_files", None)
     with pytest.raises(vembed.ConfigError, match=f"a {form} table holds one vector for each document"):
         vembed.build_index(
             model, several.parent / "corpus.jsonl", tmp_path / ("v" + ".parquet" * (form == "parquet")), format=form

@@ -16,7 +16,7 @@ from command_cases import environment
 from search_cases import DOCUMENTS
 
 import vembed
-from vembed.search.terminal import clip_to_width
+from vembed.workflows.search.terminal import clip_to_width
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,9 +17,9 @@ import vembed
 from vembed.config.load import load_config
 from vembed.entrypoints import sweep, train
 from vembed.errors import ConfigError, ExitCode
-from vembed.sweeping.process import TrainProcess
-from vembed.sweeping.request import Request
-from vembed.sweeping.trials import Trial
+from vembed.workflows.sweeping.process import TrainProcess
+from vembed.workflows.sweeping.request import Request
+from vembed.workflows.sweeping.trials import Trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_a_tracker_whose_package_is_missing_is_refused_before_anything_is_traine
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vembed.training.trackers._is_installed", lambda _: False)
-    for module in ("vembed.entrypoints.train", "vembed.sweeping.sweep"):
+    for module in ("vembed.entrypoints.train", "vembed.workflows.sweeping.sweep"):
         monkeypatch.setattr(f"{module}.hold_output", lambda folder: pytest.fail(f"{folder} was begun"))
     one = write_config(tmp_path, site.keys(report_to="wandb"))
     assert train.main([str(one)]) == ExitCode.ENVIRONMENT

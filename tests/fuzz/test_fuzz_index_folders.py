@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from folder_bends import Bend
     from numpy.typing import NDArray
 
-    from vembed.search.index import Hit
+    from vembed.workflows.search.index import Hit
 
 KINDS = ("Flat", "HNSW8", "int8", "binary", "pictures")
 BENDS = 60

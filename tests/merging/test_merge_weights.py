@@ -10,9 +10,9 @@ import torch
 from torch.testing import assert_close
 
 from vembed.errors import ConfigError
-from vembed.merging.choose import grid, shown_weights
-from vembed.merging.weights import Mixture, mixed
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.workflows.merging.choose import grid, shown_weights
+from vembed.workflows.merging.weights import Mixture, mixed
 
 if TYPE_CHECKING:
     from torch import Tensor

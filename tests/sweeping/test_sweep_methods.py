@@ -11,11 +11,11 @@ import pytest
 from vembed.errors import DataError, PreemptedError
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
-from vembed.sweeping.methods import rungs, shorter, train_all, train_halving, train_optuna
-from vembed.sweeping.ranking import chosen_lines, rank
-from vembed.sweeping.report import terminal_lines
-from vembed.sweeping.space import grid, parse_tries
-from vembed.sweeping.trials import OUTCOME_FILE, Trial, Trials, trial_name
+from vembed.workflows.sweeping.methods import rungs, shorter, train_all, train_halving, train_optuna
+from vembed.workflows.sweeping.ranking import chosen_lines, rank
+from vembed.workflows.sweeping.report import terminal_lines
+from vembed.workflows.sweeping.space import grid, parse_tries
+from vembed.workflows.sweeping.trials import OUTCOME_FILE, Trial, Trials, trial_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from vembed.errors import ConfigError
-from vembed.sweeping.space import Range, corners, drawn, grid, parse_tries
+from vembed.workflows.sweeping.space import Range, corners, drawn, grid, parse_tries
 
 
 def test_a_grid_has_every_combination_in_order() -> None:

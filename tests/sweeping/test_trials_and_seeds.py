@@ -13,11 +13,11 @@ from vembed.errors import DataError, ExitCode
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
 from vembed.pages.write import write_page
-from vembed.sweeping.process import TrainProcess
-from vembed.sweeping.ranking import chosen_lines, rank
-from vembed.sweeping.report import sweep_page, terminal_lines
-from vembed.sweeping.seeds import train_seeds
-from vembed.sweeping.trials import OUTCOME_FILE, Outcome, Trial, Trials, TryAgainError, trial_name
+from vembed.workflows.sweeping.process import TrainProcess
+from vembed.workflows.sweeping.ranking import chosen_lines, rank
+from vembed.workflows.sweeping.report import sweep_page, terminal_lines
+from vembed.workflows.sweeping.seeds import train_seeds
+from vembed.workflows.sweeping.trials import OUTCOME_FILE, Outcome, Trial, Trials, TryAgainError, trial_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -203,8 +203,8 @@ def test_no_file_of_a_sweep_by_optuna_holds_a_secret(tmp_path: Path, monkeypatch
             tried.append(trial.choice["query_prompt"])
             return super().__call__(trial, folder)
 
-    monkeypatch.setattr("vembed.sweeping.sweep.TrainProcess", lambda *_: Process())
-    monkeypatch.setattr("vembed.sweeping.sweep._compare", lambda *_: None)
+    monkeypatch.setattr("vembed.workflows.sweeping.sweep.TrainProcess", lambda *_: Process())
+    monkeypatch.setattr("vembed.workflows.sweeping.sweep._compare", lambda *_: None)
     given = ["model_name=builtin:ngram-bag", f"data_path={rows}", f"val_data_path={rows}", f"output_dir={tmp_path}/out"]
     given.append("document_prompt=https://h/?api_key=c4n4ry ")
     secrets = ["https://u:c4n4ry1@h ", "https://u:c4n4ry2@h "]
@@ -223,8 +223,8 @@ def test_a_sweep_without_a_file_names_no_configuration(tmp_path: Path, monkeypat
         def steps(self, trial: Trial) -> int:
             return 8
 
-    monkeypatch.setattr("vembed.sweeping.sweep.TrainProcess", lambda *_: Process(dev=GRADED))
-    monkeypatch.setattr("vembed.sweeping.sweep._compare", lambda *_: None)
+    monkeypatch.setattr("vembed.workflows.sweeping.sweep.TrainProcess", lambda *_: Process(dev=GRADED))
+    monkeypatch.setattr("vembed.workflows.sweeping.sweep._compare", lambda *_: None)
     given = ["model_name=builtin:ngram-bag", f"data_path={rows}", f"val_data_path={rows}", f"output_dir={tmp_path}/out"]
     words = ["--try", "temperature=0.1,0.2", "--output", str(output), "--config_override", *given]
     assert sweep.main(words, program="vembed sweep") == ExitCode.OK

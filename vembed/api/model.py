@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vembed.data.python_inputs import ItemInput
     from vembed.evaluation.encode import Vectors
     from vembed.models.encoder import Encoder, Similarity
-    from vembed.publishing.push import Pushed
+    from vembed.workflows.publishing.push import Pushed
 
 _log = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class EmbeddingModel:
         Raises:
             VembedError: What the hub refused, and how far the upload came.
         """
-        from vembed.publishing.push import push_model
+        from vembed.workflows.publishing.push import push_model
 
         owner = {"license": license, "base_model_license": base_model_license, "language": [*language]}
         return push_model(

@@ -27,15 +27,15 @@ from vembed.evaluation.store import write_evaluation
 from vembed.files import home_path, is_folder
 from vembed.models.keys import ModelKeys
 from vembed.redact import redact
-from vembed.search.build import BuildOptions, write_index
-from vembed.search.format import IndexMeta
-from vembed.search.index import Hit, SearchIndex
-from vembed.search.output import output_form, refuse_taken
-from vembed.search.ray_job import RayJob
-from vembed.search.searcher import Searcher
-from vembed.search.tables import is_table, unpacked
 from vembed.section import facts_of
 from vembed.vectors.keys import IndexKeys
+from vembed.workflows.search.build import BuildOptions, write_index
+from vembed.workflows.search.format import IndexMeta
+from vembed.workflows.search.index import Hit, SearchIndex
+from vembed.workflows.search.output import output_form, refuse_taken
+from vembed.workflows.search.ray_job import RayJob
+from vembed.workflows.search.searcher import Searcher
+from vembed.workflows.search.tables import is_table, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from vembed.api.arguments import errors_name_arguments
 from vembed.api.model import load
 from vembed.batch import ImageLimits
-from vembed.comparison.compare import compare_runs
 from vembed.config.load import load_values
 from vembed.config.schema import Config
 from vembed.data.keys import Source
@@ -36,17 +35,18 @@ from vembed.training.finish import RunResult as FinishedRun
 from vembed.training.output import OutputFolder
 from vembed.training.run import run_from_config
 from vembed.training.trackers import read_rows
+from vembed.workflows.comparison.compare import compare_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vembed.api.keys import TrainKeys
     from vembed.api.model import EmbeddingModel
-    from vembed.comparison.compare import RunComparison
     from vembed.config.load import LoadedConfig
     from vembed.data.python_rows import RowsInput
     from vembed.losses.base import BatchLoss
     from vembed.training.callbacks import Callback
+    from vembed.workflows.comparison.compare import RunComparison
 
 _DATA_KEYS = {"data": "data_path", "val_data": "val_data_path", "test_data": "test_data_path"}
 """Argument -> the key that a path in it stands for."""

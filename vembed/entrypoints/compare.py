@@ -41,8 +41,8 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 
 def _run(given: Mapping[str, Any], command: str) -> int:
     options = check(CompareOptions, given)
-    from vembed.comparison.compare import compare_runs
-    from vembed.comparison.page import terminal_lines
+    from vembed.workflows.comparison.compare import compare_runs
+    from vembed.workflows.comparison.page import terminal_lines
 
     quiet_libraries()
     output = home_path(options.output)

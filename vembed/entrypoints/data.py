@@ -81,8 +81,8 @@ def _check(given: Mapping[str, Any], command: str) -> int:
     rows = _source(options, "train", options.split)
     against = dict.fromkeys(options.against, _source(options, "test", options.against_split))
     _refuse_missing({options.path: rows, **against})
-    from vembed.data_check.check import check_data
-    from vembed.data_check.report import check_page, terminal_lines, write_html, write_json
+    from vembed.workflows.data_check.check import check_data
+    from vembed.workflows.data_check.report import check_page, terminal_lines, write_html, write_json
 
     encode = _encoder(options, options.batch_size)
     # Rows and vectors that don't fit memory go there.
@@ -102,7 +102,7 @@ def _show(given: Mapping[str, Any]) -> int:
     options = check(ShowOptions, given)
     rows = _source(options, "train", options.split)
     _refuse_missing({options.path: rows})
-    from vembed.data_check.show import shown_rows
+    from vembed.workflows.data_check.show import shown_rows
 
     encode = _encoder(options, 1)  # it only counts tokens
     for line in shown_rows(options.path, rows, options.rows, None if encode is None else encode.encoder):

@@ -14,9 +14,9 @@ from vembed.errors import ConfigError
 from vembed.files import home_path
 from vembed.redact import redact
 from vembed.registry import import_extra
-from vembed.search.output import output_form, refuse_taken
 from vembed.section import Name, option, word
 from vembed.vectors.keys import IndexKeys
+from vembed.workflows.search.output import output_form, refuse_taken
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from vembed.distributed.runtime import Runtime
     from vembed.distributed.signals import StopSignal
-    from vembed.search.format import IndexMeta
     from vembed.vectors.keys import Format
+    from vembed.workflows.search.format import IndexMeta
 
 
 class EncodeOptions(IndexKeys, ModelOptions, PictureOptions):
@@ -70,7 +70,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], watchdog: Watchdog) -> 
     Corpus(options.data)  # a path that leads nowhere is told before torch is imported, which takes seconds
 
     def clean() -> None:
-        from vembed.search.build import clean_killed
+        from vembed.workflows.search.build import clean_killed
 
         clean_killed(output.resolve())
 

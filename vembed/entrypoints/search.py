@@ -69,15 +69,15 @@ def _run(given: Mapping[str, Any]) -> int:
         raise ConfigError("--latency times the queries of a command, and a page has none yet; leave out one of the two")
     if options.port is not None and not options.serve:
         raise ConfigError("--port is of the page; add --serve")
-    from vembed.search.format import read_meta
-    from vembed.search.tables import is_table
+    from vembed.workflows.search.format import read_meta
+    from vembed.workflows.search.tables import is_table
 
     index = home_path(options.index)
     if not is_table(index):
         read_meta(index)  # a missing index is said before a model is loaded
     from vembed.api.retrieval import open_for_queries
-    from vembed.search.serve import serve_until_signal
-    from vembed.search.terminal import answer, refuse_without_tower
+    from vembed.workflows.search.serve import serve_until_signal
+    from vembed.workflows.search.terminal import answer, refuse_without_tower
 
     quiet_libraries()
     searcher = open_for_queries(index, options.model, options.rescore, **options.load_options())

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.entrypoints.options import ConfigOptions, check, parse_words
 from vembed.errors import ExitCode
-from vembed.sweeping.keys import SweepKeys
-from vembed.sweeping.sweep import run_sweep
+from vembed.workflows.sweeping.keys import SweepKeys
+from vembed.workflows.sweeping.sweep import run_sweep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,0 +1,135 @@
+"""What only a model tells: how many tokens texts have, and which documents answer a query without saying so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vembed.data.table import BLOCK_ROWS
+from vembed.mining.mine import Miner, pair_scores, shared_model_key, side_vectors
+from vembed.mining.task import MiningTask
+from vembed.vectors.keys import MiningKeys
+from vembed.workflows.data_check.duplicates import spread
+from vembed.workflows.data_check.findings import MOST_EXAMPLES, Finding
+from vembed.workflows.data_check.source import said
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Side
+    from vembed.evaluation.encode import ItemEncoder
+    from vembed.mining.mine import Mined
+    from vembed.workflows.data_check.source import Source
+
+NEAREST = 10
+"""Unlabelled documents of each query that are looked at."""
+
+
+def token_lengths(source: Source, encode: ItemEncoder) -> tuple[dict[str, NDArray[np.int32]], list[Finding]]:
+    """Return the tokens of each distinct text by side, prompts included, and how many texts are cut."""
+    lengths, findings = {}, []
+    sides: tuple[tuple[str, Side, NDArray[np.int64]], ...] = (
+        ("queries", "query", source.queries),
+        ("documents", "document", source.documents),
+    )
+    for name, side, used in sides:
+        numbers, parts, num_cut = used[source.facts.is_text[used]], [np.zeros(0, np.int32)], 0
+        for start in range(0, len(numbers), BLOCK_ROWS):
+            features = encode.encoder.featurize(source.table.items.at(numbers[start : start + BLOCK_ROWS]), side)
+            parts.append(features.lengths.astype(np.int32))
+            num_cut += features.num_truncated
+        lengths[name] = np.concatenate(parts)
+        if num_cut:
+            limit = encode.encoder.longest_text(side)
+            longest = numbers[np.argsort(-source.facts.words_I[numbers], kind="stable")[:MOST_EXAMPLES]]
+            words = [f"{count:,}" for count in source.facts.words_I[longest].tolist()]
+            findings.append(
+                Finding(
+                    f"cut_{name}",
+                    "warning",
+                    num_cut,
+                    f"{side} longer than the {limit} tokens that the model takes",
+                    f"{name} longer than the {limit} tokens that the model takes",
+                    "Their ends are cut. Raise max_seq_length if the model allows it, or split them.",
+                    ("Row", "Words", "Text"),
+                    list(zip(source.places(longest), words, source.said(longest), strict=True)),
+                    len(numbers),
+                )
+            )
+    return lengths, findings
+
+
+def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[Finding]:
+    """Find unlabelled documents, and given negatives, that the model puts above a query's own positives.
+
+    Args:
+        folder: Gets the vectors.
+
+    Raises:
+        VembedError: As `Miner.mine`.
+    """
+    task = MiningTask.of(source.table)
+    nearest = min(NEAREST, len(task.documents))
+    keys = MiningKeys(mine_negatives=nearest, mine_range_max=nearest, mine_relative_margin=None)
+    mined = Miner(encode, keys, folder).mine(task)
+    model = shared_model_key(encode)
+    queries_UE, _ = side_vectors(task.queries, "query", encode, model, folder)
+    documents_DE, _ = side_vectors(task.documents, "document", encode, model, folder)
+    above = np.flatnonzero((mined.rows_Un[:, 0] >= 0) & (mined.scores_Un[:, 0] > mined.positive_U))
+    unlabelled = _finding(
+        task,
+        mined,
+        (above, mined.rows_Un[above, 0], mined.scores_Un[above, 0]),
+        "probable_false_negatives",
+        "query whose positives all score below an unlabelled document",
+        "queries whose positives all score below an unlabelled document",
+        "As in-batch negatives those push right answers away: try false_negative_filter. A model that knows the field "
+        "badly puts wrong documents there too: look at the examples.",
+        of=len(task.queries),
+    )
+    rows, numbers = source.table.numbers("negatives")
+    asked, given = task.query_of_record_N[rows], task.documents.rows_of(source.table.items.ids[numbers])
+    of_pair = pair_scores(queries_UE, documents_DE, asked, given)
+    higher = np.flatnonzero(of_pair > mined.positive_U[asked])
+    negatives = _finding(
+        task,
+        mined,
+        (asked[higher], given[higher], of_pair[higher]),
+        "negatives_above_positives",
+        "hard negative that scores above its positive",
+        "hard negatives that score above their positive",
+        "Either the model can't tell them apart yet, which is what they are for, or they answer the query. Look at the "
+        "examples; vembed mine --replace finds others.",
+        of=len(rows),
+    )
+    return [each for each in (unlabelled, negatives) if each.count]
+
+
+def _finding(
+    task: MiningTask,
+    mined: Mined,
+    found: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]],
+    kind: str,
+    one: str,
+    many: str,
+    advice: str,
+    of: int,
+) -> Finding:
+    queries_F, documents_F, scores_F = found
+    order = np.argsort(mined.positive_U[queries_F] - scores_F, kind="stable")  # those furthest above come first
+    shown = order[spread(len(order))] if len(order) else order
+    examples = [
+        (
+            said(task.queries.take(queries_F[[place]])[0]),
+            said(task.documents.take(mined.positive_rows_U[queries_F[[place]]])[0]),
+            f"{mined.positive_U[queries_F[place]]:.3f}",
+            said(task.documents.take(documents_F[[place]])[0]),
+            f"{scores_F[place]:.3f}",
+        )
+        for place in shown.tolist()
+    ]
+    heads = ("Query", "Its best positive", "Score", "Scores higher", "Score of that")
+    return Finding(kind, "warning", len(order), one, many, advice, heads, examples, of)

@@ -1,0 +1,119 @@
+"""Merge models into one: weights given, or chosen on sets, and the merged model written with its card.
+
+1. The models are loaded in float32. The first one's encoder takes on the mixtures; the others' weights stay on the CPU.
+2. Where the weights are to be chosen, every mixture of a grid is evaluated (choose.py). Evaluations that an earlier start
+   has done are read from `.OUTPUT.merging`, which stays until the model is written.
+3. The report is written before the model: a kill leaves both or none, and the same command continues.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import vembed
+from vembed.data.keys import DataKeys
+from vembed.data.retrieval_sources import load_retrieval
+from vembed.data.splits import SourceOptions
+from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
+from vembed.evaluation.card.render import CARD_FILE, render_card
+from vembed.evaluation.encode import ItemEncoder, encoding_budget
+from vembed.evaluation.provenance import digest, model_key
+from vembed.models.export.write import ExportRequest, stored_dtype, write_encoder
+from vembed.models.load import load_encoder
+from vembed.pages.write import write_page
+from vembed.redact import redact
+from vembed.workflows.merging.choose import Trial, grid
+from vembed.workflows.merging.keys import work_folder
+from vembed.workflows.merging.report import merge_headline, merge_page
+from vembed.workflows.merging.weights import Mixture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    import torch
+
+    from vembed.models.encoder import Encoder
+    from vembed.models.export.write import Exported
+    from vembed.models.exportable import Form
+    from vembed.models.keys import ModelKeys
+    from vembed.workflows.merging.keys import MergeKeys
+
+
+def merge_models(
+    keys: MergeKeys,
+    models: Sequence[ModelKeys],
+    output: Path,
+    *,
+    device: torch.device,
+    autocast_dtype: torch.dtype | None,
+    command: str,
+    poll: Callable[[], None],
+) -> Exported:
+    """Merge models, print how their weights were chosen, and return what was written.
+
+    Args:
+        models: At least two; the first one is to be preserved, and its dtype is that of the merged model.
+        device: Where the mixtures are evaluated.
+        poll: Called in long loops; raises to stop.
+
+    Raises:
+        VembedError: The models aren't of one architecture, a set can't be read, or the output can't be written.
+    """
+    names = [redact(model.model_name) for model in models]
+    # Sets are read before models are loaded: a bad row costs no loading.
+    sets = [
+        load_retrieval(
+            path,
+            SourceOptions("validation", split, DataKeys(), named=("--data or --guard", "--split or --guard-split")),
+        )
+        for path, split in keys.sets
+    ]
+    # Means of float32 weights, whatever is stored: rounding each model first would lose small differences.
+    encoders = [load_encoder(model.model_copy(update={"torch_dtype": "float32"})).eval() for model in models]
+    identities = tuple(digest(model_key(encoder)) for encoder in encoders) if keys.weights is None else ()
+    mixture = Mixture(encoders, names)
+    del encoders  # the mixture holds copies of their weights, and one encoder
+    weights, pages = keys.weights, output.with_name(f"{output.name}-report")
+    if weights is None:
+        encoder = mixture.encoder.to(device)
+        encode = ItemEncoder(
+            encoder, encoding_budget(encoder, device, keys.batch_size), device, autocast_dtype, poll=poll
+        )
+        trial = Trial(mixture, keys.method, encode, identities, work_folder(output), keys.metric, poll)
+        num_targets = len(keys.targets)
+        choice = trial.choose(grid(len(models), keys.steps), sets[:num_targets], sets[num_targets:])
+        weights = list(choice.chosen.weights)
+        facts = {"method": keys.method, "vembed": vembed.__version__, "torch": version("torch")}
+        write_page(pages, merge_page(choice, names, facts, command))
+        print(merge_headline(choice))
+    mixture.take(weights, keys.method)
+    title, record = redact(output.name), {"models": names, "weights": list(weights), "method": keys.method}
+
+    def files(encoder: Encoder, form: Form) -> Mapping[str, str]:
+        card = CardFacts(
+            title=title,
+            folder=title,
+            model=model_facts(encoder, form),
+            run=None,
+            base=None,
+            license_id=None,
+            base_license=None,
+            languages=(),
+            versions=written_with(),
+        )
+        return {CARD_FILE: render_card(card), "merge.json": json.dumps(record, indent=2) + "\n"}
+
+    request = ExportRequest(keys=models[0], output=output, overwrite=keys.overwrite)
+    exported = write_encoder(mixture.encoder.to("cpu"), request, stored_dtype(models[0]), files, poll=poll)
+    print(
+        f"read back by {' and '.join(exported.readers)}: {exported.num_items} sample items, largest difference "
+        f"{exported.difference:.2g}\n{exported.form} folder: {redact(str(output))}"
+    )
+    if keys.weights is None:
+        shutil.rmtree(work_folder(output), ignore_errors=True)
+        print(f"report: {redact(str(pages / 'report.html'))}")
+    return exported

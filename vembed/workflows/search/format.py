@@ -1,0 +1,198 @@
+"""The folder of an index: which files it holds, and what its meta.json says.
+
+    vectors.npy     (n, E) float32, row i is document i
+    ids.jsonl       {"id", "text"} of document i on line i, with a picture {"id", "text", "image"}: its path
+    index.faiss     a FAISS index by inner product, document i under number i
+    meta.json       model, counts, sizes of the others
+    checksums.json  hashes of all of them (`vembed.workflows.search.checksums`); written last
+
+where the model gives several vectors for each document (format version 3)
+
+    vectors.npy     (V, E) float32, all vectors of document 0, then those of document 1, ...
+    offsets.npy     (n + 1,) int64, where the vectors of document i start
+    index.faiss     the same of all vectors; there is none for "Flat", where every document is compared
+
+and where there are pictures:
+
+    thumbnails.bin  a small WebP copy of each, one after the other
+    thumbnails.npy  (n + 1,) int64, where the copy of document i starts
+    probe.npy       (1 or 2, E) float32, the vector of the first copy, and that of `PROBE_TEXT` where the model takes
+                    texts, or all of their vectors: with the originals gone, they still tell whether a model is the one
+                    of the vectors
+
+Nothing in it depends on when or where it was made: equal inputs give equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
+
+import vembed
+from vembed.batch import Side  # noqa: TC001
+from vembed.errors import ConfigError
+from vembed.files import is_file
+from vembed.models.fingerprint import ModelIdentity  # noqa: TC001
+from vembed.workflows.search.checksums import CHECKSUMS_FILE, Checksums
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+VECTORS_FILE = "vectors.npy"
+DOCUMENTS_FILE = "ids.jsonl"
+INDEX_FILE = "index.faiss"
+META_FILE = "meta.json"
+THUMBNAILS_FILE = "thumbnails.bin"
+OFFSETS_FILE = "thumbnails.npy"
+PROBE_FILE = "probe.npy"
+STARTS_FILE = "offsets.npy"
+PICTURE_FILES = (THUMBNAILS_FILE, OFFSETS_FILE, PROBE_FILE)
+TABLE = "documents"
+"""Of LanceDB, where the rows are kept as one."""
+_OWN_NAMES = (
+    META_FILE,
+    CHECKSUMS_FILE,
+    VECTORS_FILE,
+    DOCUMENTS_FILE,
+    INDEX_FILE,
+    STARTS_FILE,
+    *PICTURE_FILES,
+    f"{TABLE}.lance",
+)
+PROBE_TEXT = "a small red picture of 7 things"
+BLOCK_BYTES = 1 << 24
+"""Of a file whose lines are counted."""
+
+KIND = "vembed index"
+FORMAT_VERSION = 2
+SEVERAL_VERSION = 3
+"""Of an index with several vectors for each document, which programs that know version 2 alone can't search."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexMeta:
+    """What meta.json says."""
+
+    model: ModelIdentity  # the model that made the vectors
+    # what the user said about the model beside its name; its queries need the same
+    model_options: Mapping[str, bool | int | float | str]
+    source: str  # the corpus, for people
+    side: Side  # which prompt the documents got
+    factory: str  # FAISS index string
+    num_documents: Annotated[int, Field(ge=0)]  # n
+    num_pictures: Annotated[int, Field(ge=0)]  # of them, those that are or have a picture
+    num_truncated: int  # documents that were longer than the model takes and were cut
+    notes: tuple[str, ...]  # what was skipped or is unusual, one plain sentence each
+    file_bytes: Mapping[str, int]  # file name -> size
+    num_vectors: Annotated[int, Field(ge=0)] | None = None  # of all documents together; None where each has one
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files beside meta.json."""
+        names = (VECTORS_FILE, DOCUMENTS_FILE, *(() if self.compares_all else (INDEX_FILE,)))
+        names += () if self.num_vectors is None else (STARTS_FILE,)
+        return (*names, *PICTURE_FILES) if self.num_pictures else names
+
+    @property
+    def compares_all(self) -> bool:
+        """Whether a query is compared with every document, by all their vectors: no FAISS index finds any first."""
+        return self.num_vectors is not None and self.factory == "Flat"
+
+    def to_json(self) -> str:
+        """Return the text of meta.json."""
+        several = self.num_vectors is not None
+        version = SEVERAL_VERSION if several else FORMAT_VERSION
+        head = {"kind": KIND, "format_version": version, "vembed_version": vembed.__version__}
+        facts = {name: value for name, value in asdict(self).items() if several or name != "num_vectors"}
+        return json.dumps({**head, **facts}, indent=2, ensure_ascii=False) + "\n"
+
+
+def is_others(name: str) -> bool:
+    """Return whether an entry of a folder is none that `vembed encode` writes, and replaces."""
+    return name not in _OWN_NAMES
+
+
+def is_index(folder: Path) -> bool:
+    """Return whether a folder holds an index, whole or not."""
+    try:
+        content = json.loads((folder / META_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("kind") == KIND
+
+
+def read_meta(folder: Path) -> IndexMeta:
+    """Read meta.json and check that the files beside it are whole.
+
+    Raises:
+        ConfigError: There is no index, it is of a later version, or a file is missing or cut.
+    """
+    path = folder / META_FILE
+    meta = parse_meta(_read_json(path), path)
+    Checksums(folder).check(META_FILE)
+    for name in meta.files:
+        size = meta.file_bytes.get(name, 0)
+        actual = (folder / name).stat().st_size if is_file(folder / name) else None
+        if actual != size:
+            found = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
+            raise ConfigError(f"{folder / name} {found}; encode the corpus again with --overwrite")
+    return meta
+
+
+def parse_meta(content: dict[str, Any], path: Path) -> IndexMeta:
+    """Return what meta.json says.
+
+    Args:
+        path: Where it was read, for messages.
+
+    Raises:
+        ConfigError: It is broken, of a later version, or of something else.
+    """
+    if content.get("kind") != KIND:
+        raise ConfigError(f"{path} is of something else than an index; make one with vembed encode")
+    version = content.get("format_version")
+    known = FORMAT_VERSION if content.setdefault("num_vectors", None) is None else SEVERAL_VERSION
+    if version != known:
+        made_by = f"vembed {content.get('vembed_version')}"
+        raise ConfigError(
+            f"{path}: format version {version} ({made_by}), but vembed {vembed.__version__} reads {known}; "
+            f"update vembed, or encode the corpus again"
+        )
+    known_fields = {name: content[name] for name in IndexMeta.__dataclass_fields__ if name in content}
+    try:
+        # From text, so that a list is a tuple.
+        return TypeAdapter(IndexMeta).validate_json(json.dumps(known_fields), strict=True)
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path} is broken: {where}: {first['msg']}; encode the corpus again") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not is_file(path):
+        raise ConfigError(f"{path.parent} holds no index: there is no {path.name}; make one with vembed encode")
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read: {error}; encode the corpus again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__} instead of an object; encode the corpus again")
+    return content
+
+
+def line_offsets(path: Path) -> NDArray[np.int64]:
+    """Return where each line starts, and behind the last one where the file ends."""
+    parts = [np.zeros(1, dtype=np.int64)]
+    with path.open("rb") as file:
+        start = 0
+        while block := file.read(BLOCK_BYTES):
+            parts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + start + 1)
+            start += len(block)
+    return np.concatenate(parts)

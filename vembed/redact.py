@@ -22,7 +22,7 @@ _DIGIT_SOON = r"(?=[a-z_-]{0,100}[0-9])"  # keeps words of plain language
 
 _SECRETS = {
     "user info of a URL; a slash, ? or # in a password that should have been encoded is part of it": (
-        r"(?P<before>\b[a-z][a-z0-9+.-]{0,30}://)(?P<secret>[^/\\\s?#@]{0,500}(?:@[^/\\\s?#@]{0,500}){0,3}"
+        r"(?P<before>://)(?P<secret>[^/\\\s?#@]{0,500}(?:@[^/\\\s?#@]{0,500}){0,3}"
         r"|[^/\\\s?#:@\[]{0,100}:(?![0-9]{1,5}[/?#])[^\s@]{0,200})(?=@)"
     ),
     "parameter of a URL": (

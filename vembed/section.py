@@ -36,6 +36,10 @@ LARGEST_COUNT = 2**31 - 1
 """Upper bound of every count, so that no product of a few of them leaves 64 bits."""
 
 
+LONGEST_NAME = 4096
+"""In characters, of a name or a path: the longest path that Linux takes."""
+
+
 def _storable(text: str) -> str:
     if "\0" in text:
         raise ValueError("must not hold a NUL character")
@@ -46,14 +50,16 @@ def _storable(text: str) -> str:
     return text
 
 
-def _not_blank(text: str) -> str:
+def _of_a_name(text: str) -> str:
     if not text.strip():
         raise ValueError("must not be blank")
+    if len(text) > LONGEST_NAME:
+        raise ValueError(f"must have at most {LONGEST_NAME:,} characters")
     return text
 
 
 Text = Annotated[str, AfterValidator(_storable)]
-Name = Annotated[str, AfterValidator(_storable), AfterValidator(_not_blank)]
+Name = Annotated[str, AfterValidator(_storable), AfterValidator(_of_a_name)]
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]

@@ -253,6 +253,7 @@ def test_a_plugin_added_for_its_tracker_alone_is_told_and_not_refused(monkeypatc
     ("text", "redacted"),
     [
         ("https://user:pw@host/x", "https://***@host/x"),
+        ("model_namehttps://user:pw@host/x", "model_namehttps://***@host/x"),
         ("https://token@host/x", "https://***@host/x"),
         ("https://user:p@w@host", "https://***@host"),
         ("see git+ssh://u:p@h/x and HTTPS://u:p@h.", "see git+ssh://***@h/x and HTTPS://***@h."),

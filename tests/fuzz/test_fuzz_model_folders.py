@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from encoder_cases import CASES
-from folder_bends import ways
+from folder_bends import Bend, ways
 from fuzz_bytes import check_message
 from fuzz_limits import within_limits
 from picture_cases import PICTURES
@@ -20,7 +20,6 @@ import vembed
 from vembed.errors import NonFiniteError, VembedError
 
 if TYPE_CHECKING:
-    from folder_bends import Bend
     from numpy.typing import NDArray
 
 TEXTS = ["sea", "The river runs to the sea.", "a list " * 90]
@@ -100,6 +99,32 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_a_few_bent_folders(folder: Folder) -> None:
     came = [folder.check(bend) for bend in islice(ways(folder.whole), 24)]
     assert came.count("refused") > len(came) // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("folder", "file", "old", "new"),
+    [
+        ("vision dinov2", "preprocessor_config.json", '"resample": 3', '"resample": {"x": 1}'),
+        ("dual clip", "preprocessor_config.json", '"resample": 3', '"resample": 99'),
+        ("dual clip", "tokenizer.json", '"##e": ', '"##e": 2147483648, "x": '),
+        ("open_clip clip", "open_clip_config.json", '"preprocess_cfg": {', '"preprocess_cfg": "", "x": {'),
+        (
+            "text qwen3",
+            "config_sentence_transformers.json",
+            '"default_prompt_name": null',
+            '"default_prompt_name": "x"',
+        ),
+    ],
+    indirect=["folder"],
+)
+def test_a_value_that_no_library_takes_is_refused_by_its_file(folder: Folder, file: str, old: str, new: str) -> None:
+    def write(path: Path) -> None:
+        text = path.read_text("utf-8")
+        assert old in text, text[:400]
+        path.write_text(text.replace(old, new), "utf-8")
+
+    assert folder.check(Bend(file, f"{old} is {new}", write)) == "refused"
 
 
 @pytest.mark.slow

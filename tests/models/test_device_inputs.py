@@ -110,7 +110,7 @@ PROCESSORS: dict[str, tuple[Any, float | None]] = {
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_the_last_step_of_a_processor_is_known_or_left_to_it(name: str) -> None:
     processor, tolerance = PROCESSORS[name]
-    step = last_step(processor)
+    step = last_step(processor, "a model")
     assert (step is None) == (tolerance is None)
     if step is not None:
         pictures = [PIL.Image.fromarray(np.random.default_rng(7).integers(0, 256, (44, 40, 3), dtype=np.uint8))]

@@ -71,6 +71,7 @@ PICTURE_KINDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("image_mean", "image_std", "mean", "std"), (NUMBERS,)),
     **dict.fromkeys(("size", "crop_size"), (SIDES,)),
     "rescale_factor": (NUMBER,),
+    "resample": (COUNT,),
 }
 """The same for files that say how pictures are processed."""
 
@@ -80,6 +81,13 @@ CONFIG_KINDS = {
 """The same for the config.json of a transformer or of an unknown module, all else in which is their library's."""
 
 
+READERS = {
+    "text": "tokenizer.json, tokenizer_config.json and chat_template.jinja",
+    "image": "preprocessor_config.json, processor_config.json, open_clip_config.json and chat_template.jinja",
+}
+"""Files by which items of a modality are read, where a model has them."""
+
+
 class BrokenFileError(ConfigError):
     """A file of a model that is damaged."""
 
@@ -87,6 +95,14 @@ class BrokenFileError(ConfigError):
 def broken(path: Path | str, reason: object) -> BrokenFileError:
     """Return the error about a file that is damaged."""
     return BrokenFileError(f"{path} is broken: {reason}. Copy or download the model again")
+
+
+def unreadable(name: str, modality: str, error: Exception) -> BrokenFileError:
+    """Return the error about a model whose tokenizer, template or image processor fails at an ordinary item."""
+    return BrokenFileError(
+        f"{name}: no {modality} can be read by it ({type(error).__name__}: {first_line(error)}). One of its "
+        f"{READERS[modality]} is broken. Copy or download the model again"
+    )
 
 
 def read_bytes(path: Path) -> bytes:

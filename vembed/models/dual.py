@@ -33,7 +33,7 @@ from vembed.models.pictures import (
 )
 from vembed.models.plannable import find_tower, layer_values, picture_inputs, token_inputs
 from vembed.models.pooling import unit
-from vembed.models.text import count_truncated
+from vembed.models.text import count_truncated, token_rows
 from vembed.models.vision import TransformersPictures
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class DualEncoder(TwoTowers, TransformersPictures):
         assert isinstance(pad_id, int)
         self.padding_id = pad_id
         self.patch_size = int(config.vision_config.patch_size)
-        self.normalisation = last_step(image_processor)
+        self.normalisation = last_step(image_processor, name)
         blank = run_processor(image_processor, [blank_picture()])
         refuse_other_size(name, blank["pixel_values"], config.vision_config)
         self.picture_tokens = int(picture_lengths(blank["pixel_values"], self.patch_size)[0])
@@ -127,8 +127,7 @@ class DualEncoder(TwoTowers, TransformersPictures):
             return_attention_mask=False,
             return_token_type_ids=False,
         )
-        # A tokenizer without special tokens makes nothing of an empty text; a row needs one token.
-        ids = Ragged.from_rows([row or [self.padding_id] for row in encoded["input_ids"]])
+        ids = token_rows(encoded["input_ids"], self.padding_id, self.name, self.model.config.text_config.vocab_size)
         num_truncated = count_truncated(encoded, ids.lengths, self.max_length)
         if self.pads_texts:
             ids = Ragged.from_rows([self._to_full_length(row) for row in encoded["input_ids"]])

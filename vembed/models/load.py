@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, TypeVar
 from vembed import collector_paused
 from vembed.batch import Image
 from vembed.errors import ConfigError
-from vembed.models.checked_files import BrokenFileError
+from vembed.models.checked_files import unreadable
 from vembed.models.files import ModelFiles, SkeletonFiles, saved_background
 from vembed.models.formats import read_modules
 from vembed.models.keys import ModelKeys, model_names
 from vembed.models.names import BUILTIN_PREFIX, is_builtin
 from vembed.models.pictures import blank_png
 from vembed.registry import ENCODERS
-from vembed.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -34,12 +33,6 @@ COMMON_KEYS = frozenset(
 )
 """Keys of the model that all classes read. Each other one is refused unless a class names it in `reads`, so that a new
 key can't be ignored by accident."""
-
-READERS = {
-    "text": "tokenizer.json, tokenizer_config.json and chat_template.jinja",
-    "image": "preprocessor_config.json, processor_config.json, open_clip_config.json and chat_template.jinja",
-}
-"""Files by which items of a modality are read, where a model has them."""
 
 EncoderClass = TypeVar("EncoderClass", bound="type[Encoder]")
 
@@ -157,10 +150,7 @@ def _try_out(encoder: Encoder, name: str) -> None:
         except ConfigError:
             raise
         except Exception as error:  # of a library, or of a template that a model brings along
-            raise BrokenFileError(
-                f"{name}: no {modality} can be read by it ({type(error).__name__}: {first_line(error)}). One of its "
-                f"{READERS[modality]} is broken. Copy or download the model again"
-            ) from error
+            raise unreadable(name, modality, error) from error
 
 
 def unread_keys(encoder_class: type[Encoder], keys: ModelKeys) -> list[str]:

@@ -81,6 +81,8 @@ def check_folder(folder: Path, files: ModelFiles) -> None:
     checked_files.check_folder(folder, weights=files.has_weights)
     if "model_cfg" not in config:
         raise ConfigError(f"{folder / CONFIG_FILE} has no model_cfg")
+    if not isinstance(config.get("preprocess_cfg", {}), dict):  # open_clip would take its own settings in silence
+        raise checked_files.broken(folder / CONFIG_FILE, "preprocess_cfg is no object")
     if not files.has_weights or any(folder.glob("*.safetensors")):
         return
     if not any((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))):

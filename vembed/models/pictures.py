@@ -17,6 +17,7 @@ import torch
 from vembed.batch import modality_of, pictures_in
 from vembed.data.images import decode_images
 from vembed.errors import ConfigError
+from vembed.models.checked_files import unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -122,11 +123,14 @@ def normalised(inputs: Mapping[str, Tensor], normalisation: Normalisation | None
     return x.mul_(inputs[PATCH_MASK].unsqueeze(-1)) if PATCH_MASK in inputs else x  # processors pad with zeros at last
 
 
-def last_step(processor: Any) -> Normalisation | None:
+def last_step(processor: Any, name: str) -> Normalisation | None:
     """Return what a processor of transformers does at last, to pixels that are bytes; None where they aren't.
 
     It is tried on a picture of noise. DINOv3's rescales before it resizes: its pixels are never whole numbers, and
     rounding would change them. The same holds for one that pads pictures after all else.
+
+    Raises:
+        ConfigError: The processor of the model `name` can read no picture.
     """
     names = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
     if any(getattr(processor, name, None) is None for name in names) or getattr(processor, "do_pad", False):
@@ -137,9 +141,12 @@ def last_step(processor: Any) -> Normalisation | None:
     fused = [tuple((torch.tensor(each).expand(3) * rescale).tolist()) for each in (mean, std)]
     found = Normalisation(mean=fused[0], std=fused[1])
     noise = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
-    wanted, made = (
-        run_processor(processor, [PIL.Image.fromarray(noise)], in_bytes=in_bytes) for in_bytes in (False, True)
-    )
+    try:
+        wanted, made = (
+            run_processor(processor, [PIL.Image.fromarray(noise)], in_bytes=in_bytes) for in_bytes in (False, True)
+        )
+    except Exception as error:  # of the library, about a setting in the model's files
+        raise unreadable(name, "image", error) from error
     if made["pixel_values"].dtype != np.uint8:
         return None
     tensors = {name: torch.from_numpy(values) for name, values in made.items()}

@@ -146,7 +146,7 @@ class VisionEncoder(TransformersPictures):
         self.dimension = _width(backbone)
         self.pooling, self._reason = pooling or _own_pooling(backbone.config)
         self._patch_size = _patch_size(backbone)
-        self.normalisation = last_step(image_processor)
+        self.normalisation = last_step(image_processor, name)
         blank = run_processor(image_processor, [blank_picture()])
         if backbone.config.model_type in ONE_SIZE:
             refuse_other_size(name, blank["pixel_values"], backbone.config)

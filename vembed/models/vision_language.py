@@ -35,6 +35,7 @@ from vembed.models.formats import model_type_of
 from vembed.models.pictures import DECODED_AT_ONCE, Normalisation, last_step, normalised, process_pictures
 from vembed.models.plannable import ROWS, TowerInputs, find_tower, is_within, layer_period, text_inputs, token_inputs
 from vembed.models.pooling import pool
+from vembed.models.text import token_rows
 from vembed.models.vision_language_families import FAMILIES, UNTRAINED, refuse_untrained
 from vembed.models.vision_language_spec import SETTINGS_FILE, load_processor
 
@@ -118,19 +119,27 @@ class VisionLanguageEncoder(Encoder):
         self.dimension = int(backbone.config.get_text_config().hidden_size)
         self._has_processor = hasattr(processor.image_processor, "do_rescale")  # the shape of a model has none
         of_bytes = Normalisation((127.5,) * 3, (127.5,) * 3)
-        self.normalisation = last_step(processor.image_processor) if self._has_processor else of_bytes
+        self.normalisation = last_step(processor.image_processor, name) if self._has_processor else of_bytes
         self._image_id = int(backbone.config.image_token_id)
         placeholders = [getattr(processor, f"{kind}_token", None) for kind in ("image", "video")]
         placeholders.append(self.tokenizer.convert_ids_to_tokens(self._image_id))
         self._placeholders = tuple(dict.fromkeys(each for each in placeholders if each))
         table: Any = backbone.get_input_embeddings()
-        if (self.tokenizer.pad_token_id or 0) >= len(table.weight):
-            raise ConfigError(
-                f"{name}: its tokenizer pads with token {self.tokenizer.pad_token_id:,}, and its weights have "
-                f"{len(table.weight):,} tokens: tokenizer_config.json is damaged or of another model. Copy the folder "
-                f"again"
+        self._num_tokens = len(table.weight)
+        special_ids = self.tokenizer.all_special_ids
+        problem = ""
+        if (self.tokenizer.pad_token_id or 0) >= self._num_tokens:
+            problem = (
+                f"pads with token {self.tokenizer.pad_token_id:,}, and its weights have {self._num_tokens:,} tokens"
             )
-        self._kept_ids = np.array(sorted({*self.tokenizer.all_special_ids, self._image_id}))
+        elif None in special_ids:
+            problem = "names a special token that its vocabulary lacks"
+        if problem:
+            raise ConfigError(
+                f"{name}: its tokenizer {problem}: tokenizer_config.json is damaged or of another model. Copy the "
+                f"folder again"
+            )
+        self._kept_ids = np.array(sorted({*special_ids, self._image_id}))
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -169,7 +178,8 @@ class VisionLanguageEncoder(Encoder):
         encoded = self.tokenizer(
             texts, add_special_tokens=not starts, return_attention_mask=False, return_token_type_ids=False
         )
-        whole = [np.array(row, dtype=np.int32) for row in encoded["input_ids"]]
+        packed = token_rows(encoded["input_ids"], self.tokenizer.pad_token_id or 0, self.name, self._num_tokens)
+        whole = np.split(packed.values, packed.offsets[1:-1])
         ids = [self._cut(row, images) for row, (images, _) in zip(whole, contents, strict=True)]
         if any(images and self._image_id not in row for row, (images, _) in zip(ids, contents, strict=True)):
             raise ConfigError(

@@ -1,8 +1,8 @@
 """Merge models into one: weights given, or chosen on sets, and the merged model written with its card.
 
 1. The models are loaded in float32. The first one's encoder takes on the mixtures; the others' weights stay on the CPU.
-2. Where the weights are to be chosen, every mixture of a grid is evaluated (choose.py). Evaluations that an earlier start
-   has done are read from `.OUTPUT.merging`, which stays until the model is written.
+2. Where the weights are to be chosen, every mixture of a grid is evaluated (choose.py). What an earlier start did is
+   read from `.OUTPUT.merging`, which stays until the model is written.
 3. The report is written before the model: a kill leaves both or none, and the same command continues.
 """
 

@@ -50,16 +50,12 @@ class Row:
         return [path for path, codes in of_rank.items() if set(codes) != {NOT_ASKED}]
 
 
-FAST = ("SIGKILL", 1)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param((fault, ranks), marks=[] if (fault, ranks) == FAST else pytest.mark.slow)
-        for ranks in (1, 2)
-        for fault in FAULTS
-    ],
+    params=[(fault, num_ranks) for num_ranks in (1, 2) for fault in FAULTS],
     ids=lambda row: f"{row[0]} in {row[1]}",
 )
 def row(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Row:
@@ -94,7 +90,6 @@ def step_of(folder: Path) -> int:
     return CheckpointManager(folder).steps()[-1]
 
 
-@pytest.mark.slow
 def test_every_write_is_tried_and_each_save_ends_as_it_should(row: Row) -> None:
     for rank in range(row.num_ranks):
         struck = row.struck(rank)

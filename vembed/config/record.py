@@ -10,7 +10,7 @@ from vembed.config.schema import SECTIONS, Config, default_of, fields, key_names
 from vembed.data.keys import loss_names
 from vembed.redact import redact_value
 from vembed.registry import LOSSES, adds_only_trackers
-from vembed.section import facts_of
+from vembed.section import Affects, facts_of
 
 
 class ResumeDifference(NamedTuple):
@@ -52,21 +52,27 @@ def dump_config(config: Config) -> str:
 
 
 def config_hash(config: Config) -> str:
-    """Return a SHA-256 of the keys that decide the result of a run, in hex."""
-    values = {name: value for name, value in plain_values(config).items() if name not in Config.NOT_HASHED}
+    """Return a SHA-256 of the keys that affect the result of a run, in hex: equal for runs with equal results."""
+    values = {name: value for name, value in plain_values(config).items() if affects(name) == "result"}
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def hashed_values(config: Config) -> dict[str, str]:
-    """Return the keys that decide the result of a run, each with its value as JSON."""
+def shared_values(config: Config) -> dict[str, str]:
+    """Return the keys that all processes of a run must have alike, each with its value as JSON."""
     values = plain_values(config)
-    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in Config.NOT_HASHED}
+    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if affects(name) != "process"}
+
+
+def affects(key: str) -> Affects:
+    """Return how far a key reaches, as its declaration says."""
+    reach: Affects = facts_of(fields()[key])["affects"]
+    return reach
 
 
 def on_resume(key: str) -> Literal["harmless", "refused"]:
-    """Return what a change of a key means for a resumed run, as its field says."""
-    return "harmless" if facts_of(fields()[key])["on_resume"] == "harmless" else "refused"
+    """Return what a change of a key means for a resumed run."""
+    return "refused" if affects(key) == "result" else "harmless"
 
 
 def resume_differences(old: Mapping[str, object], new: Config) -> list[ResumeDifference]:

@@ -7,7 +7,7 @@ group the keys; the file that a user writes is flat.
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
@@ -84,14 +84,6 @@ class Config(
     The type checker sees the keys that every run has. `Config(...)` imports the plugins that it names and makes an
     instance of `config_class()`, which has the keys of all losses as well.
     """
-
-    NOT_HASHED: ClassVar[frozenset[str]] = frozenset(
-        (
-            *("output_dir", "overwrite_output_dir", "resume", "logging_steps", "num_workers", "prefetch_factor"),
-            *("report_to", "log_model", "save_strategy", "save_steps", "save_minutes", "save_total_limit"),
-        )
-    )
-    """Keys that decide nothing about the result."""
 
     def __new__(cls, **values: Any) -> Self:
         """Return an instance of `config_class()`, whatever the class."""

@@ -29,7 +29,7 @@ import torch
 
 from vembed import collector_paused
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.config.record import config_hash, dump_config, hashed_values, plain_values
+from vembed.config.record import config_hash, dump_config, plain_values, shared_values
 from vembed.data.picture_survey import what_is_read
 from vembed.distributed.lock import FolderInUseError, hold_output
 from vembed.distributed.runtime import start_runtime
@@ -139,7 +139,7 @@ def run_from_config(
             watchdog=watchdog,
         )
         ranks = runtime.ranks
-        ranks.require_equal({**hashed_values(config), **package_versions(), "callbacks": callbacks.names})
+        ranks.require_equal({**shared_values(config), **package_versions(), "callbacks": callbacks.names})
 
         # Data, plan, model.
         run = _open(config, runtime, output, mode, stack)

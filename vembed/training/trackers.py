@@ -318,10 +318,12 @@ def refuse_missing_packages(report_to: str | list[str]) -> None:
 
 
 def missing_text(name: str, why: str) -> str:
-    """Return the message for a user whose machine lacks the package of a tracker."""
+    """Return the message for a user whose machine lacks the package of one of our trackers."""
+    # TensorBoard is a dependency of vembed itself; the package of each other tracker is an extra of the tracker's name.
+    wanted = name if name == "tensorboard" else f'"vembed[{name}]"'
     return (
-        f"the tracker {name} needs a package that is missing ({why}): "
-        f'pip install "vembed[{name}]", or leave it out of report_to'
+        f"the tracker {name} needs a package that is missing ({why}): pip install {wanted}, or leave it out of "
+        f"report_to"
     )
 
 

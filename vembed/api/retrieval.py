@@ -52,6 +52,18 @@ VECTOR_OPTIONS = (
 )
 """Options that change the vectors: an index keeps them, and its queries are encoded under the same."""
 
+_OPTIONS = {
+    name: f"--{name.replace('_', '-')}" for name in (*BuildIndexKeys.__annotations__, "output", "model", "bf16")
+}
+_ARGUMENT_OF = {
+    **{option: name for name, option in _OPTIONS.items()},
+    **{f"{name} ({option})": name for name, option in _OPTIONS.items()},  # where a message names both
+    "--overwrite": "overwrite=True",
+    "--rescore": "rescored",
+    "vembed encode": "vembed.build_index",
+}
+"""Words of messages for `vembed encode` and `vembed search` -> those of `build_index` and `open_index`."""
+
 
 def evaluate(
     model: EmbeddingModel | str | Path,
@@ -123,7 +135,7 @@ def build_index(
     """
     refuse_unknown(options, BuildIndexKeys, "build_index")
     checked_side(options.get("side", "document"))
-    with errors_name_arguments(options={*BuildIndexKeys.__annotations__, "output"}):
+    with errors_name_arguments(_ARGUMENT_OF):
         output_form(home_path(output), options.get("format"))  # knows more of a wrong format than its section
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         if "image_root" in given:
@@ -207,7 +219,7 @@ def open_index(
         MachineError: The model can't be reached.
     """
     refuse_unknown(options, LoadKeys, "open_index")
-    with errors_name_arguments(options=("model", "overwrite")):
+    with errors_name_arguments(_ARGUMENT_OF):
         return open_for_queries(home_path(folder), model, rescored, **options)
 
 

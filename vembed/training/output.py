@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError, MachineError
-from vembed.files import replace_text
+from vembed.files import in_the_way, replace_text
 from vembed.models.names import MODEL_FOLDER, RUN_MARKS
 from vembed.redact import RedactingFormatter
 
@@ -159,10 +159,12 @@ class OutputFolder:
             MachineError: It can't.
         """
         path = self.path.expanduser().absolute()
-        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
-        code = errno.ENOTDIR if not there.is_dir() else 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
-        if code:
-            raise MachineError(f"output folder {path} can't be written: {os.strerror(code)}. Choose another folder")
+        reason = in_the_way(path)
+        if not reason:
+            there = next(folder for folder in (path, *path.parents) if folder.exists())
+            reason = "" if os.access(there, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+        if reason:
+            raise MachineError(f"output folder {path} can't be written: {reason}. Choose another folder")
 
     def start_fresh(self, *, overwrite: bool, reads: Collection[Path] = ()) -> None:
         """Make the folder ready for a run from step 0.

@@ -7,7 +7,7 @@ group the keys; the file that a user writes is flat.
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
 from pydantic import ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
@@ -24,7 +24,10 @@ from vembed.plan.keys import BatchKeys, DistributedKeys, OptimisationKeys
 from vembed.redact import redact_value
 from vembed.registry import LOSSES, import_plugins
 from vembed.section import Name, Rule, Section, facts_of, idle_rules, key, rules_of
-from vembed.vectors.keys import MiningKeys, TeacherKeys
+from vembed.vectors.keys import MiningKeys, TeacherKeys, teacher_gives_scores
+
+if TYPE_CHECKING:
+    from vembed.data.columns import LossNeeds
 
 
 class PluginKeys(Section):
@@ -108,6 +111,11 @@ class Config(
     def run_loss(self) -> RunLoss:
         """Return the loss of the run: one, the sum of several, or one for each source of the data."""
         return RunLoss.chosen(self.loss_type, self.added_losses, losses_of_sources(self))
+
+    def loss_needs(self) -> "LossNeeds":
+        """Return what the loss asks of the data; where a teacher scores a row's documents, any row will do."""
+        needs = self.run_loss().needs()
+        return needs.taking("positives") if teacher_gives_scores(self) else needs
 
     @model_validator(mode="before")
     @classmethod

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from vembed.config.schema import Config
     from vembed.data.arrangements import Arrangement
-    from vembed.data.columns import LossNeeds
     from vembed.data.keys import SourceKeys
     from vembed.data.run_data import RunData
     from vembed.data.table import RecordTable
@@ -45,7 +44,7 @@ def load_data(config: Config) -> RunData:
     """
     chooses = config.eval_strategy != "no"
     needs_dev = chooses or config.test_data_path is None
-    data = load_run_data(config, needs_dev=needs_dev, divides=chooses, loss=loss_needs(config))
+    data = load_run_data(config, needs_dev=needs_dev, divides=chooses, loss=config.loss_needs())
     if config.mine_corpus is not None:
         corpus = Corpus(config.mine_corpus, CorpusOptions(image_root=_root(config), image_limits=image_limits(config)))
         data = data.with_corpus(corpus_items(document.item for document in corpus))
@@ -102,12 +101,6 @@ def _refuse_missing_negatives(config: Config, data: RunData) -> None:
                 f"{where}: {what} learns from the hard negatives of rows, and no row has any; add the column "
                 f"negatives, {mined}or set {what.partition(' ')[0]} to another value"
             )
-
-
-def loss_needs(config: Config) -> LossNeeds:
-    """Return what the loss asks of the data; where a teacher scores a row's documents, any row will do."""
-    needs = config.run_loss().needs()
-    return needs.taking("positives") if teacher_gives_scores(config) else needs
 
 
 def build_sampler(

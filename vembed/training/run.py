@@ -54,7 +54,7 @@ from vembed.training.data import build_sampler, load_data, look_nearer, measures
 from vembed.training.early import accepted_differences, paths_read, refuse_other_place
 from vembed.training.evaluations import Evaluations
 from vembed.training.finish import RunResult, finish_run, package_versions
-from vembed.training.guards import NonFiniteGuard
+from vembed.training.guard import NonFiniteGuard
 from vembed.training.launcher import under_launcher
 from vembed.training.loop import Trainer
 from vembed.training.model import build_alike, build_encoder, build_loss, refuse_batch_norm, start_alike

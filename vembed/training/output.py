@@ -182,7 +182,7 @@ class OutputFolder:
             MachineError: The folder can't be written.
         """
         self.refuse_taken(overwrite=overwrite, reads=reads)
-        # Asking a teacher about all items takes hours: what it said before a kill is kept, and checked where it is read.
+        # Asking a teacher takes hours: what it said before a kill is kept, and checked where it is read.
         kept = {path.resolve() for path in (*reads, *(() if self.holds_run else (self.teacher,)))}
         try:
             self.path.mkdir(parents=True, exist_ok=True)

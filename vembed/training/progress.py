@@ -71,8 +71,8 @@ class RunClock:
 
     def add_step(self, seconds: float) -> None:
         """Count a step."""
-        # The first step of a process compiles, allocates and waits for its batch: it tells the pace only while it is the
-        # only one.
+        # The first step of a process compiles, allocates and waits for its batch. Beside a second one it tells nothing
+        # about the pace.
         if len(self._step_seconds) == 1 and self._steps == self._step_seconds[0]:
             self._step_seconds.clear()
         self._steps += seconds

@@ -139,6 +139,8 @@ def run_from_config(
             watchdog=watchdog,
         )
         ranks = runtime.ranks
+
+        # Before any other collective: ranks that differ in a key would meet in different ones, and wait.
         ranks.require_equal({**shared_values(config), **package_versions(), "callbacks": callbacks.names})
 
         # Data, plan, model.
@@ -324,7 +326,7 @@ class Run:
 
     @property
     def words(self) -> LastWords:
-        """Where the run stands, for the message of whatever ends it."""
+        """Words on where the run stands, for the message of whatever ends it."""
         return self.runtime.watchdog.words
 
     @cached_property
@@ -366,7 +368,7 @@ class Run:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the run is made of and how its work is spread; a checkpoint of another run is refused.
+        """Parts that the run is made of, and how its work is spread; a checkpoint of another run is refused.
 
         All ranks must ask for it together, as a teacher's weights are hashed.
         """
@@ -502,6 +504,7 @@ def find_checkpoint(config: Config, runtime: Runtime, output: OutputFolder) -> L
         check_shape(checkpoint)
         check_decisions(checkpoint)
 
+    # A broken newest checkpoint is skipped for the one before it; one that is named must be whole.
     manager = CheckpointManager(output.checkpoints, keep_last=config.save_total_limit, ranks=runtime.ranks)
     source: Literal["auto"] | Path = "auto" if config.resume == "auto" else Path(config.resume)
     checkpoint = manager.load(source, required=[*PARTS, "run", "updater"], check=check)

@@ -90,6 +90,7 @@ def refuse_unknown(options: Mapping[str, object], known: type, function: str) ->
     Raises:
         TypeError: There is one.
     """
+    # Options are a TypedDict, which Python doesn't check at run time; a misspelt one would be ignored.
     names = known.__annotations__
     for name in options:
         if name not in names:
@@ -113,6 +114,7 @@ def device_named(name: str) -> torch.device:
     Raises:
         MachineError: It can't be used here.
     """
+    # torch.device takes any number; only a tensor there tells whether the device exists and works.
     prepare_device()
     try:
         device = torch.device(name)

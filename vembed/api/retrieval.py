@@ -91,6 +91,7 @@ def evaluate(
     limits = model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits()
     root = None if image_root is None else str(image_root)
     keys = DataKeys(image_root=root, max_image_pixels=limits.max_pixels, label_kind=label_kind)
+    # A path and rows in memory are read by the same code: rows are a file in a temporary folder while they are read.
     with path_of(data, limits) as path:
         task = load_retrieval(path, SourceOptions("test", split, keys, named=("data", "split")))
     if not isinstance(data, (str, Path)):
@@ -160,6 +161,7 @@ def index_corpus(
         # The first rank holds the folder for all; its refusal is raised on each of them.
         ranks.from_first(lambda: stack.enter_context(hold_output(folder, beside=True)))
         path = stack.enter_context(path_of(data, limits))
+        # Everything that can be refused is refused before the model is loaded, which may take minutes.
         refuse_taken(folder, path, overwrite=keys.overwrite)
         root = None if keys.image_root is None else home_path(keys.image_root)
         columns = {"id": keys.id_column, "text": keys.text_column, "image": keys.image_column}

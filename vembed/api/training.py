@@ -266,6 +266,7 @@ def compare(
 
 
 def _base(config: str | Path | Mapping[str, object] | Config | None) -> Path | Mapping[str, object]:
+    # Only the keys that were set: a default that is passed on would count as the caller's own choice.
     if isinstance(config, Config):
         return config.model_dump(include=config.model_fields_set)
     if config is None:
@@ -275,6 +276,7 @@ def _base(config: str | Path | Mapping[str, object] | Config | None) -> Path | M
 
 def _is_path(data: object) -> bool:
     """Return whether data are named by a path, or by a list of paths, and are not rows."""
+    # A list of texts could be rows of one column as well; training rows have two, so it is a list of paths.
     several = isinstance(data, (list, tuple)) and bool(data) and all(isinstance(each, (str, Path)) for each in data)
     return several or isinstance(data, (str, Path))
 
@@ -296,6 +298,7 @@ def _written(rows: Mapping[str, Any], config: Config, made: list[Path]) -> Itera
     """
     folder, limits = Path(config.output_dir) / ROWS_FOLDER, ImageLimits(max_pixels=config.max_image_pixels)
     for name, given in rows.items():
+        # A file's name is the hash of its rows: one that was there before is another run's too, and must stay.
         before = {*folder.glob("*.jsonl")}
         path = write_rows(given, folder, name, limits)
         made += [path] if path not in before else []
@@ -325,13 +328,8 @@ def _rows_of_runs_only(output: Path) -> Iterator[list[Path]]:
 def _command(config: object, overrides: Mapping[str, object]) -> str:
     """Return the call that repeats the run."""
     words = [] if config is None else [repr(str(config)) if isinstance(config, (str, Path)) else "config"]
-    return redact(
-        f"vembed.train({', '.join([*words, *(f'{name}={_shown(value)}' for name, value in overrides.items())])})"
-    )
-
-
-def _shown(value: object) -> str:
-    return repr(str(value) if isinstance(value, Path) else value)
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in overrides.items()}
+    return redact(f"vembed.train({', '.join([*words, *(f'{name}={value!r}' for name, value in plain.items())])})")
 
 
 def _run(loaded: LoadedConfig, command: str, callbacks: Callbacks) -> RunResult:

@@ -1,4 +1,4 @@
-"""What a run keeps of its configuration: the file in its folder, a hash, and the differences when it is resumed."""
+"""Record of a run's configuration: the file in its folder, a hash, and the differences when it is resumed."""
 
 import hashlib
 import json
@@ -27,6 +27,7 @@ def plain_values(config: Config) -> dict[str, object]:
 
     Keys of a plugin's losses are there only where one of these acts, so that installing a plugin changes no other run.
     """
+    # A mapping is sorted, so that configurations that are equal have equal bytes, and equal hashes.
     given = config.model_dump()
     acting, of_plugins = {config.loss_type, *loss_names(config)}, LOSSES.plugins().keys()
     values: dict[str, object] = {}
@@ -84,15 +85,18 @@ def resume_differences(old: Mapping[str, object], new: Config) -> list[ResumeDif
     differences = []
     acting = set(loss_names(new))
     for key, value in plain_values(new).items():
+        # Both sides are without secrets, as a checkpoint keeps none: another password is no difference.
         before = redact_value(old[key]) if key in old else default_of(key)
         is_same = before == value and isinstance(before, bool) == isinstance(value, bool)  # True is not 1
         owners = _owners(key)
         if is_same or (owners and not owners & acting):
             continue
+        # A plugin may change anything, so `plugins` affects the result, but for one that brings trackers and no more.
         kind = on_resume(key)
         if key == "plugins" and _adds_only_trackers(before if isinstance(before, list) else [], new.plugins):
             kind = "harmless"
         differences.append(ResumeDifference(key, before, value, kind))
+    # Of a key that no longer exists nobody can say any more what it did.
     gone = [key for key in old if key not in fields()]
     return differences + [ResumeDifference(key, redact_value(old[key]), None, "refused") for key in gone]
 

@@ -90,6 +90,7 @@ class Config(
 
     def __new__(cls, **values: Any) -> Self:
         """Return an instance of `config_class()`, whatever the class."""
+        # Keys of losses are known once all losses are registered, plugins' too: not yet where this class is made.
         if cls is not Config:
             return super().__new__(cls)
         import_plugins(values.get("plugins"))

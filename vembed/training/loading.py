@@ -193,8 +193,8 @@ class _Parcel:
     @classmethod
     def of(cls, featured: FeaturedBatch, num_workers: int) -> _Parcel:
         """Pack a batch."""
-        # Protocol 5 keeps the bytes of arrays out of the pickle, so that they are copied once, into the block. It is one,
-        # as torch opens a file for each shared tensor.
+        # Protocol 5 keeps the bytes of arrays out of the pickle, so that they are copied once, into the block. There is
+        # one, as torch opens a file for each shared tensor.
         rest, buffers = BytesIO(), list[PickleBuffer]()
         _Pickler(rest, protocol=5, buffer_callback=buffers.append).dump(featured)
         arrays = [buffer.raw() for buffer in buffers]

@@ -48,8 +48,8 @@ def errors_name_arguments(words: Mapping[str, str], rows: Mapping[str, Path] | N
         text = str(error)
         # The file of rows is ours, and nothing to the caller: its line n is row n of the argument.
         for argument, path in (rows or {}).items():
-            pattern = rf"({re.escape(str(path.parent))}/)?{re.escape(path.name)}(:(?P<line>\d+))?"
-            text = re.sub(pattern, lambda m, name=argument: name + (f", row {m['line']}" if m["line"] else ""), text)
+            text = text.replace(f"{path.parent}/{path.name}", path.name)
+            text = re.sub(rf"{re.escape(path.name)}:(\d+)", rf"{argument}, row \1", text).replace(path.name, argument)
         # In one pass, so that no word is looked for in what another one has become.
         if words:
             text = re.sub(rf"(?<![\w-])({'|'.join(map(re.escape, words))})(?![\w-])", lambda m: words[m[0]], text)

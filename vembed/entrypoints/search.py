@@ -69,7 +69,6 @@ def _run(given: Mapping[str, Any]) -> int:
         raise ConfigError("--latency times the queries of a command, and a page has none yet; leave out one of the two")
     if options.port is not None and not options.serve:
         raise ConfigError("--port is of the page; add --serve")
-    # Reading the index's description takes no torch, so a wrong folder is refused within a second.
     from vembed.search.format import read_meta
     from vembed.search.tables import is_table
 

@@ -183,7 +183,7 @@ def in_the_way(folder: Path) -> str:
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if is_folder(there):
         return ""
-    kind = "a link that leads nowhere" if there.is_symlink() and not there.exists() else "a file"
+    kind = "a link that leads nowhere" if there.is_symlink() and not os.path.exists(there) else "a file"  # noqa: PTH110
     return f"it is {kind}" if there == folder else f"{there} is {kind}"
 
 

@@ -152,6 +152,9 @@ def test_an_output_folder_that_is_not_free_is_refused(data: Path) -> None:
     refuse_wrong_output(configured(data, data_path=None))  # what data there are is asked elsewhere
     with pytest.raises(MachineError, match=r"rows\.jsonl can.t be written: it is a file"):
         refuse_wrong_output(configured(data, output_dir=str(data)))
+    (data.parent / "link").symlink_to(data.parent / "nowhere")
+    with pytest.raises(MachineError, match="link is a link that leads nowhere"):
+        refuse_wrong_output(configured(data, output_dir=str(data.parent / "link" / "out")))
 
 
 @pytest.mark.parametrize("key", ["model_name", "teacher_model_name", "data_path"])

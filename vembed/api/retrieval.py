@@ -59,7 +59,7 @@ _ARGUMENT_OF = {
     **{option: name for name, option in _OPTIONS.items()},
     **{f"{name} ({option})": name for name, option in _OPTIONS.items()},  # where a message names both
     "--overwrite": "overwrite=True",
-    "--rescore": "rescored",
+    "--rescore (rescored)": "rescored",
     "vembed encode": "vembed.build_index",
 }
 """Words of messages for `vembed encode` and `vembed search` -> those of `build_index` and `open_index`."""

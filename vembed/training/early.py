@@ -80,7 +80,7 @@ def refuse_wrong_inputs(config: Config, *, needs_data: bool = True) -> None:
     _refuse_all([*models, *([partial(_refuse_wrong_data, config, modalities)] if has_data or needs_data else [])])
     # Looking at the model's class imports torch, which costs seconds: only rows with pictures are worth it, as nearly
     # all models read texts.
-    if any(each - {"text"} for each in modalities.values()):
+    if any(kinds - {"text"} for kinds in modalities.values()):
         _refuse_unread(config, modalities)
 
 
@@ -109,7 +109,7 @@ def paths_read(config: Config) -> list[Path]:
         with suppress(ConfigError):  # told where models are looked at
             models.append(locate(name).name)
     has_data = config.data is not None or config.data_path is not None
-    data = [each for path, _ in all_sources(config) for each in listed_paths(path)] if has_data else []
+    data = [file for path, _ in all_sources(config) for file in listed_paths(path)] if has_data else []
     data += [] if config.mine_corpus is None else [config.mine_corpus]
     return [path for path in map(home_path, (*models, *data)) if is_file(path) or is_folder(path)]
 
@@ -128,7 +128,7 @@ def accepted_differences(checkpoint: Path, saved: Mapping[str, Any], config: Con
     differences = resume_differences(saved, config)
     refused = [difference for difference in differences if difference.kind == "refused"]
     if refused:
-        listed = "".join(f"\n  {each.key}: {each.old!r} in the checkpoint, {each.new!r} now" for each in refused)
+        listed = "".join(f"\n  {key}: {old!r} in the checkpoint, {new!r} now" for key, old, new, _ in refused)
         run = checkpoint.parent.parent
         raise ConfigError(
             f"{checkpoint} was trained with another configuration:{listed}\nSet these back, choose another "

@@ -164,7 +164,7 @@ class OutputFolder:
         path = self.path.expanduser().absolute()
         reason = in_the_way(path)
         if not reason:
-            there = next(folder for folder in (path, *path.parents) if folder.exists())
+            there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
             reason = "" if os.access(there, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
         if reason:
             raise MachineError(f"output folder {path} can't be written: {reason}. Choose another folder")

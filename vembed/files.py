@@ -178,6 +178,15 @@ def is_folder(path: Path | str) -> bool:
     return os.path.isdir(path)  # noqa: PTH112 - pathlib raises for such a name
 
 
+def in_the_way(folder: Path) -> str:
+    """Say what stands where a folder, or one above it, is to be made; empty where nothing does."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if is_folder(there):
+        return ""
+    kind = "a link that leads nowhere" if there.is_symlink() and not os.path.exists(there) else "a file"  # noqa: PTH110
+    return f"it is {kind}" if there == folder else f"{there} is {kind}"
+
+
 def as_one_path(paths: Sequence[str]) -> str:
     """Return a list of paths as one text, which `listed_paths` reads back: "{a.jsonl,b.jsonl}".
 

@@ -32,6 +32,15 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 Auto = Literal["auto"]
 """The plan decides."""
 
+Affects = Literal["result", "run", "process"]
+"""How far the value of a key reaches. What a hash holds, what may change on resume and what processes share follow.
+
+result: the weights, or what is said of them. It is hashed, refused on resume, and equal on all ranks.
+run: how the work is done, with the same result. It may change on resume, and is equal on all ranks: most such keys
+    decide when ranks meet in a collective, and one that decided otherwise would wait for ever.
+process: what one process does by itself. It may change on resume and differ from rank to rank.
+"""
+
 LARGEST_COUNT = 2**31 - 1
 """Upper bound of every count, so that no product of a few of them leaves 64 bits."""
 
@@ -144,7 +153,7 @@ def key(
     meaning: str,
     *,
     unit: str | None = None,
-    on_resume: Literal["harmless", "refused"] = "refused",
+    affects: Affects = "result",
     choices: Sequence[str] = (),
     form: str | None = None,
     acts_with: Mapping[str, Sequence[object]] | None = None,
@@ -155,7 +164,7 @@ def key(
     Args:
         default: The one default, or `...` for a required key.
         unit: Unit of a number: "tokens", "seconds".
-        on_resume: Whether a run may be resumed with another value.
+        affects: How far a change of the value reaches; see `Affects`.
         choices: The only texts allowed, where a Literal would be too long to read.
         form: Short description of `choices` for messages and the reference.
         acts_with: Other key -> its values with which this key has an effect, the one to advise first. {"minimum": 2}
@@ -163,7 +172,7 @@ def key(
         load: For keys that `vembed.load` takes too: "reads" for how a model is read, "vectors" for what changes its
             vectors, so that an index must keep it.
     """
-    facts: dict[str, Any] = {"on_resume": on_resume}
+    facts: dict[str, Any] = {"affects": affects}
     if load is not None:
         facts["load"] = load
     if unit is not None:

@@ -84,6 +84,18 @@ def test_errors_of_training_name_the_arguments(arguments: dict[str, Any], messag
     assert not [word for word in ("override", "--", ".jsonl:") if word in str(refused.value)]
 
 
+def test_a_word_is_renamed_only_where_it_stands_alone_and_was_an_argument(tmp_path: Path) -> None:
+    folder = tmp_path / "my_data_path"
+    keys: dict[str, Any] = {"model": "builtin:ngram-bag", "output_dir": str(tmp_path / "run"), "quiet": True}
+    with pytest.raises(vembed.VembedError) as refused:
+        vembed.train(**keys, data=str(folder / "data_path-1.jsonl"), val_data_path="no.jsonl")
+    assert str(refused.value).startswith(f"data: {folder / 'data_path-1.jsonl'} doesn't exist")
+    with pytest.raises(vembed.VembedError, match=r"^val_data_path: no.jsonl doesn't exist"):
+        vembed.train(**keys, data=PAIRS, val_data_path="no.jsonl")
+    with pytest.raises(vembed.ConfigError, match=r"^val_data and val_data_path say the same thing; keep one of them$"):
+        vembed.train(**keys, data=PAIRS, val_data=PAIRS, val_data_path="no.jsonl")
+
+
 def test_errors_of_indexes_name_the_arguments(model: vembed.EmbeddingModel, tmp_path: Path) -> None:
     vembed.build_index(model, TEXTS, tmp_path / "index")
     with pytest.raises(vembed.ConfigError, match="holds an index; replace it with overwrite=True, or choose another"):
@@ -92,5 +104,10 @@ def test_errors_of_indexes_name_the_arguments(model: vembed.EmbeddingModel, tmp_
         vembed.build_index(model, [{"_id": "1", "body": "a"}], tmp_path / "other")
     with pytest.raises(vembed.ConfigError, match=r"make one with vembed\.build_index"):
         vembed.open_index(tmp_path / "nothing")
+    with pytest.raises(vembed.ConfigError, match=r"format parquet doesn't fit output .*index: a Parquet file's name"):
+        vembed.build_index(model, TEXTS, tmp_path / "index", format="parquet")
+    (tmp_path / "index" / "checksums.json").write_text("{")
+    with pytest.raises(vembed.ConfigError, match=r"is broken.* encode the corpus again with overwrite=True"):
+        vembed.open_index(tmp_path / "index")
     with pytest.raises(TypeError, match="data is of type int, which is not rows"):
         vembed.build_index(model, 3, tmp_path / "other")

@@ -11,7 +11,7 @@ import yaml
 
 from vembed.config.load import load_config
 from vembed.config.messages import key_schemas
-from vembed.config.record import config_hash, dump_config, on_resume, resume_differences
+from vembed.config.record import config_hash, dump_config, on_resume, resume_differences, shared_values
 from vembed.config.schema import SECTIONS, Config, key_names
 from vembed.errors import ConfigError
 from vembed.redact import redact
@@ -184,17 +184,26 @@ OTHER_VALUES = {
     "attn_implementation": "eager",
     "deterministic": True,
 }
-HARMLESS = set(Config.NOT_HASHED) | {
+OF_A_PROCESS = {"output_dir", "overwrite_output_dir", "num_workers", "prefetch_factor", "report_to", "log_model"}
+HARMLESS = OF_A_PROCESS | {
     "eval_batch_size", "bm25", "bm25_language", "oom_retry", "num_processes", "use_fsdp", "sharding_factor",
-    "fsdp_mode", "cpu_offload", "nccl_timeout", "ddp_find_unused_parameters", "dataloader_pin_memory", "resume_elastic",
+    "fsdp_mode", "cpu_offload", "nccl_timeout", "ddp_find_unused_parameters", "dataloader_pin_memory",
+    "resume", "resume_elastic", "logging_steps", "save_strategy", "save_steps", "save_minutes", "save_total_limit",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("key", OTHER_VALUES)
 def test_the_hash_follows_the_keys_that_decide_the_result(key: str) -> None:
     changed = make(**{key: OTHER_VALUES[key]})
-    assert (config_hash(changed) == config_hash(make())) == (key in Config.NOT_HASHED)
+    assert (config_hash(changed) == config_hash(make())) == (key in HARMLESS)
     assert len(config_hash(changed)) == 64
+
+
+@pytest.mark.parametrize("key", OTHER_VALUES)
+def test_processes_differ_only_in_what_each_does_by_itself(key: str) -> None:
+    changed, base = shared_values(make(**{key: OTHER_VALUES[key]})), shared_values(make())
+    assert {name for name in base if changed[name] != base[name]} == {key} - OF_A_PROCESS
+    assert (key in base) == (key not in OF_A_PROCESS)
 
 
 @pytest.mark.parametrize("key", OTHER_VALUES)

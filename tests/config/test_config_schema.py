@@ -612,13 +612,13 @@ def test_two_configs_share_no_mapping() -> None:
     assert default_of("column_mapping") == {}
 
 
-def test_every_key_is_in_one_section_and_says_whether_it_may_change_on_resume() -> None:
+def test_every_key_is_in_one_section_and_says_how_far_it_reaches() -> None:
     names = [name for title in SECTIONS for name in section_keys(title)]
     assert names == list(key_names())
     assert set(names) == set(fields())
     assert len(names) == len(set(names))
     for name, schema in key_schemas().items():
-        assert schema["on_resume"] in ("harmless", "refused"), name
+        assert schema["affects"] in ("result", "run", "process"), name
 
 
 def test_the_metrics_are_the_ones_that_evaluation_computes() -> None:

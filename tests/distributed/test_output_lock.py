@@ -163,7 +163,15 @@ def test_a_folder_that_was_moved_or_deleted_meanwhile_ends_without_noise(tmp_pat
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_machine(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(MachineError, match="can't be written: File exists"), hold_output(tmp_path / "file"):
+    with (
+        pytest.raises(MachineError, match=r"/file can't be written: it is a file\. Choose"),
+        hold_output(tmp_path / "file"),
+    ):
+        pass
+    with (
+        pytest.raises(MachineError, match=rf"/in can't be written: {tmp_path}/file is a file\. Choose"),
+        hold_output(tmp_path / "file" / "out" / "in"),
+    ):
         pass
     (tmp_path / "out").mkdir()
     (tmp_path / "victim").write_text("precious")

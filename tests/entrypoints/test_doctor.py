@@ -136,7 +136,7 @@ def test_a_configuration_is_planned_and_nothing_is_written(
     [
         ("data_path=nowhere.jsonl", 3, "nowhere.jsonl doesn't exist"),
         ("model_name=all-MiniLM-L6-v2", 2, "did you mean sentence-transformers/all-MiniLM-L6-v2?"),
-        ("output_dir=config.yaml/out", 5, "can't be written: Not a directory"),
+        ("output_dir=config.yaml/out", 5, "config.yaml is a file"),
         ("mrl_dims=[99999]", 2, "mrl_dims: 99999 is more than"),
     ],
 )

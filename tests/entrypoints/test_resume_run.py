@@ -447,8 +447,14 @@ def test_resuming_with_another_learning_rate_is_refused_and_shows_both(stopped: 
 
 @pytest.mark.slow
 def test_resuming_with_other_logging_steps_is_allowed_and_said(stopped: Path, whole_bert: Path) -> None:
-    resumed = run_here(stopped, "--config_override", "logging_steps=3", "save_steps=2")
+    checkpoint = stopped.parent / "out/checkpoints/step-00000008"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["stamp"]["config_hash"] = "0" * 64  # of a version that hashed other keys
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    reseal(checkpoint)
+    resumed = run_here(stopped, "--config_override", "logging_steps=3", "save_steps=2", "eval_batch_size=3")
     assert resumed.code == 0, resumed.err
+    assert "step-00000008" in resumed.out.partition("continuing from")[2].splitlines()[0]
     assert "resume: logging_steps was 1 and is 3 now" in resumed.out
     assert resumed.same_rows == [tuple(row[key] for key in ("step", "epoch", "loss", "learning_rate", "grad_norm"))
                                  for row in metric_rows(whole_bert)]  # fmt: skip

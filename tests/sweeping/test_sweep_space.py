@@ -87,6 +87,7 @@ def test_corners_have_every_value_once() -> None:
         (["metric_for_best_model=mrr@10"], "what the trials are compared by"),
         (["lr=1", "learning_rate=2"], "already tried"),
         (["logging_steps=1,2"], "decides nothing about the result"),
+        (["cpu_offload=true,false"], "decides nothing about the result"),
     ],
 )
 def test_words_that_cannot_be_tried_say_what_to_write(words: list[str], told: str) -> None:

@@ -56,7 +56,7 @@ def test_validate_tells_all_wrong_paths_at_once(data: Path, capsys: pytest.Captu
     assert "did you mean sentence-transformers/all-MiniLM-L6-v2?" in said[0]
     assert said[1].endswith("row.jsonl doesn't exist (did you mean 'rows.jsonl'?)")
     assert "zzz.jsonl doesn't exist" in said[2]
-    assert said[3].endswith("out can't be written: Not a directory. Choose another folder")
+    assert said[3].endswith(f"out can't be written: {data.parent / 'file'} is a file. Choose another folder")
     assert len(said) == 4
 
 
@@ -150,8 +150,11 @@ def test_an_output_folder_that_is_not_free_is_refused(data: Path) -> None:
     (out / "model").rmdir()
     refuse_wrong_output(configured(data))
     refuse_wrong_output(configured(data, data_path=None))  # what data there are is asked elsewhere
-    with pytest.raises(MachineError, match="Not a directory"):
+    with pytest.raises(MachineError, match=r"rows\.jsonl can.t be written: it is a file"):
         refuse_wrong_output(configured(data, output_dir=str(data)))
+    (data.parent / "link").symlink_to(data.parent / "nowhere")
+    with pytest.raises(MachineError, match="link is a link that leads nowhere"):
+        refuse_wrong_output(configured(data, output_dir=str(data.parent / "link" / "out")))
 
 
 @pytest.mark.parametrize("key", ["model_name", "teacher_model_name", "data_path"])

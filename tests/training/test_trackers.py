@@ -6,23 +6,26 @@ import errno
 import importlib
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
 import threading
+import tomllib
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from vembed.errors import MachineError
 from vembed.plugins.trackers.wandb import WandbTracker
+from vembed.registry import TRACKERS
 from vembed.training.tensorboard import TensorBoardTracker
 from vembed.training.trackers import JsonlTracker, Tracker, open_trackers, read_rows, refuse_missing_packages, tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -360,7 +363,7 @@ def test_a_disk_that_fills_up_under_tensorboard_is_one_warning_and_no_traceback(
 def test_a_missing_tensorboard_is_said_before_training_with_the_key_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torch.utils.tensorboard", None)
-        with pytest.raises(MachineError, match="report_to: none"):
+        with pytest.raises(MachineError, match="pip install tensorboard, or leave it out of report_to"):
             TensorBoardTracker(None)  # type: ignore[arg-type]
     TensorBoardTracker(None)  # type: ignore[arg-type]
 
@@ -391,6 +394,19 @@ def test_a_missing_package_of_a_service_is_said_before_training(monkeypatch: pyt
         WandbTracker(None)  # type: ignore[arg-type]
     with pytest.raises(MachineError, match=r'pip install "vembed\[wandb\]"'):
         refuse_missing_packages(["tensorboard", "wandb"])
+
+
+def test_the_package_that_a_missing_tracker_asks_for_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    required = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}  # type: ignore[index]
+    ours = [name for name in TRACKERS.names() if name not in TRACKERS.plugins()]
+    assert len(ours) >= 5
+    for name in ours:
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(MachineError, match=r'pip install (\w+|"vembed\[\w+\]"), or leave it out') as refused:
+            refuse_missing_packages(name)
+        asked = re.search(r'pip install "?(?:vembed\[)?(\w+)', str(refused.value))[1]  # type: ignore[index]
+        assert asked in (project["optional-dependencies"] if "vembed[" in str(refused.value) else required), name
 
 
 def test_importing_the_trackers_does_not_import_tensorboard() -> None:

@@ -29,45 +29,32 @@ if TYPE_CHECKING:
 
 SIDES = ("query", "document")
 
-_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
-
 
 @contextmanager
-def errors_name_arguments(
-    files: Mapping[str, Path] | None = None, keys: Mapping[str, str] | None = None, options: Iterable[str] = ()
-) -> Iterator[None]:
+def errors_name_arguments(words: Mapping[str, str], rows: Mapping[str, Path] | None = None) -> Iterator[None]:
     """Let errors within the block name what a Python caller wrote.
 
+    Messages name keys of the configuration and options of the command line. Some 75 of them, in seven rooms, can end
+    in a Python call: one table of words for each call is less than an argument in every message.
+
     Args:
-        files: Argument -> the file that its rows were written into; may fill within the block.
-        keys: Key of the configuration -> the argument that it was given by.
-        options: Options of the command line, with underscores, that are arguments of the call.
+        words: Key, option or command in a message -> what the call has in its place. Only whole words are replaced:
+            `data_path` stands within val_data_path.
+        rows: Argument -> the file that its rows in memory were written into; may fill within the block.
     """
     try:
         yield
     except VembedError as error:
         text = str(error)
-        # The file of rows in memory is ours: a line of it is a row of the argument, counted from 1.
-        for argument, path in (files or {}).items():
-            text = re.sub(rf"{re.escape(path.name)}:(\d+)", rf"{argument}, row \1", text)
-            text = text.replace(str(path), argument).replace(path.name, argument)
-        # Whole words alone: `data_path` stands within val_data_path.
-        for key, argument in (keys or {}).items():
-            text = re.sub(rf"\b{key}\b", argument, text)
-        if options:
-            # Messages of the command line name options; one that the call lacks stays, as that of another program.
-            text = re.sub(r"(\w+) \(--[a-z-]+\)", r"\1", text).replace("vembed encode", "vembed.build_index")
-            text = _OPTION.sub(lambda match: _argument(match, {*options}), text)
+        # The file of rows is ours, and nothing to the caller: its line n is row n of the argument.
+        for argument, path in (rows or {}).items():
+            text = text.replace(f"{path.parent}/{path.name}", path.name)
+            text = re.sub(rf"{re.escape(path.name)}:(\d+)", rf"{argument}, row \1", text).replace(path.name, argument)
+        # In one pass, so that no word is looked for in what another one has become.
+        if words:
+            text = re.sub(rf"(?<![\w-])({'|'.join(map(re.escape, words))})(?![\w-])", lambda m: words[m[0]], text)
         error.args = (text, *error.args[1:])
         raise
-
-
-def _argument(match: re.Match[str], options: set[str]) -> str:
-    """Return how a call writes an option; one that it doesn't have stays, such as that of another program."""
-    name = match[1].replace("-", "_")
-    if name not in options:
-        return match[0]
-    return "overwrite=True" if name == "overwrite" else name
 
 
 @contextmanager
@@ -85,7 +72,7 @@ def path_of(data: RowsInput | str | Path, limits: ImageLimits) -> Iterator[str]:
         yield str(data)
         return
     files: dict[str, Path] = {}
-    with errors_name_arguments(files), TemporaryDirectory(prefix="vembed-rows-") as folder:
+    with errors_name_arguments({}, files), TemporaryDirectory(prefix="vembed-rows-") as folder:
         files["data"] = write_rows(_rows(data), Path(folder), "data", limits)
         yield str(files["data"])
 
@@ -103,6 +90,7 @@ def refuse_unknown(options: Mapping[str, object], known: type, function: str) ->
     Raises:
         TypeError: There is one.
     """
+    # Options are a TypedDict, which Python doesn't check at run time; a misspelt one would be ignored.
     names = known.__annotations__
     for name in options:
         if name not in names:
@@ -126,6 +114,7 @@ def device_named(name: str) -> torch.device:
     Raises:
         MachineError: It can't be used here.
     """
+    # torch.device takes any number; only a tensor there tells whether the device exists and works.
     prepare_device()
     try:
         device = torch.device(name)

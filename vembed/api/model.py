@@ -57,6 +57,8 @@ def load(path_or_name: str | Path, /, **options: Unpack[LoadKeys]) -> EmbeddingM
         MachineError: The hub can't be reached.
     """
     refuse_unknown(options, LoadKeys, "load")
+    # A run's folder stands for its model/, a short name for a hub id. Code is run from a pinned commit alone: a branch
+    # may hold other code tomorrow.
     name, _ = locate_model(path_or_name)
     revision, trusted = options.get("model_revision"), options.get("trust_remote_code", False)
     if trusted and not COMMIT.fullmatch(revision or ""):
@@ -95,12 +97,12 @@ class EmbeddingModel:
 
     @property
     def takes(self) -> frozenset[Modality]:
-        """What it has towers for: "text", "image", and "image+text" for a picture with a text."""
+        """Kinds of rows it has towers for: "text", "image", and "image+text" for a picture with a text."""
         return self._encoder.modalities
 
     @property
     def similarity(self) -> Scoring:
-        """How vectors are compared: "cosine" (they have unit length) or "dot". Both are `queries @ documents.T`.
+        """Comparison of vectors: "cosine" (they have unit length) or "dot". Both are `queries @ documents.T`.
 
         It is also the function that compares: `model.similarity(queries, documents)`, quantized ones too.
         """
@@ -123,7 +125,7 @@ class EmbeddingModel:
 
     @cached_property
     def mteb_model_meta(self) -> Any:
-        """What MTEB wants to know of a model; with it, `mteb.evaluate(model, tasks)` takes this one as it is."""
+        """Facts about the model that MTEB asks for; with it, `mteb.evaluate(model, tasks)` takes this one as it is."""
         return model_meta(self, self._encoder)
 
     @cached_property
@@ -245,9 +247,11 @@ class EmbeddingModel:
         bad = np.flatnonzero(~np.isfinite(values_of(vectors)).all(axis=1))
         if bad.size:
             row = int(bad[0])
+            # Of several vectors a row, `bad` counts vectors: the row is the last one that starts at or before it.
             if isinstance(vectors, Ragged):
                 row = int(np.searchsorted(vectors.offsets, row, side="right")) - 1
             raise NonFiniteError(f"{self.name}: the vector of row {row} holds NaN or infinity; its weights are damaged")
+        # Said once per model: a program that encodes row by row would otherwise print it for each.
         num_cut = encode.num_truncated[side]
         if num_cut and self._says_cut:
             self._says_cut = False
@@ -377,6 +381,7 @@ def form_of(
         )
     if quantize == "binary" and (dims or size) % 8:
         raise ValueError(f"quantize='binary' packs 8 numbers into a byte: {dims or size} is no multiple of 8; set dims")
+    # Cut, then normalise, then quantize: a cut vector is shorter than 1, and bits don't change with its length.
     short_NE = vectors_NE[:, :dims]
     if normalize or (dims is not None and similarity == "cosine"):
         short_NE = unit_length(short_NE)
@@ -397,7 +402,7 @@ def unit_length(vectors_NE: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 class Scoring(str):
-    """How a model's vectors are compared: the word "cosine" or "dot", and the function that does it."""
+    """Comparison of a model's vectors: the word "cosine" or "dot", and the function that does it."""
 
     __slots__ = ()
 
@@ -411,6 +416,8 @@ class Scoring(str):
         Returns:
             (Q, D) float32, higher is closer.
         """
+        # int8 codes have lost their length, and all rows of bits have one: both stand for directions, so that dot
+        # products of either mean nothing.
         q_QE, d_DE = (_floats(each) for each in (queries, documents))
         if self == "cosine" or any(np.asarray(each).dtype in (np.int8, np.uint8) for each in (queries, documents)):
             q_QE, d_DE = unit_length(q_QE), unit_length(d_DE)

@@ -52,6 +52,18 @@ VECTOR_OPTIONS = (
 )
 """Options that change the vectors: an index keeps them, and its queries are encoded under the same."""
 
+_OPTIONS = {
+    name: f"--{name.replace('_', '-')}" for name in (*BuildIndexKeys.__annotations__, "output", "model", "bf16")
+}
+_ARGUMENT_OF = {
+    **{option: name for name, option in _OPTIONS.items()},
+    **{f"{name} ({option})": name for name, option in _OPTIONS.items()},  # where a message names both
+    "--overwrite": "overwrite=True",
+    "--rescore (rescored)": "rescored",
+    "vembed encode": "vembed.build_index",
+}
+"""Words of messages for `vembed encode` and `vembed search` -> those of `build_index` and `open_index`."""
+
 
 def evaluate(
     model: EmbeddingModel | str | Path,
@@ -79,6 +91,7 @@ def evaluate(
     limits = model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits()
     root = None if image_root is None else str(image_root)
     keys = DataKeys(image_root=root, max_image_pixels=limits.max_pixels, label_kind=label_kind)
+    # A path and rows in memory are read by the same code: rows are a file in a temporary folder while they are read.
     with path_of(data, limits) as path:
         task = load_retrieval(path, SourceOptions("test", split, keys, named=("data", "split")))
     if not isinstance(data, (str, Path)):
@@ -123,7 +136,7 @@ def build_index(
     """
     refuse_unknown(options, BuildIndexKeys, "build_index")
     checked_side(options.get("side", "document"))
-    with errors_name_arguments(options={*BuildIndexKeys.__annotations__, "output"}):
+    with errors_name_arguments(_ARGUMENT_OF):
         output_form(home_path(output), options.get("format"))  # knows more of a wrong format than its section
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         if "image_root" in given:
@@ -148,6 +161,7 @@ def index_corpus(
         # The first rank holds the folder for all; its refusal is raised on each of them.
         ranks.from_first(lambda: stack.enter_context(hold_output(folder, beside=True)))
         path = stack.enter_context(path_of(data, limits))
+        # Everything that can be refused is refused before the model is loaded, which may take minutes.
         refuse_taken(folder, path, overwrite=keys.overwrite)
         root = None if keys.image_root is None else home_path(keys.image_root)
         columns = {"id": keys.id_column, "text": keys.text_column, "image": keys.image_column}
@@ -207,7 +221,7 @@ def open_index(
         MachineError: The model can't be reached.
     """
     refuse_unknown(options, LoadKeys, "open_index")
-    with errors_name_arguments(options=("model", "overwrite")):
+    with errors_name_arguments(_ARGUMENT_OF):
         return open_for_queries(home_path(folder), model, rescored, **options)
 
 

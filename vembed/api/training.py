@@ -48,11 +48,14 @@ if TYPE_CHECKING:
     from vembed.training.callbacks import Callback
     from vembed.workflows.comparison.compare import RunComparison
 
-_DATA_KEYS = {"data": "data_path", "val_data": "val_data_path", "test_data": "test_data_path"}
-"""Argument -> the key that a path in it stands for."""
-
-_ARGUMENTS = {"model_name": "model", "loss_type": "loss", **{key: argument for argument, key in _DATA_KEYS.items()}}
-"""Key -> the argument that stands for it."""
+_KEY_OF = {
+    "model": "model_name",
+    "loss": "loss_type",
+    "data": "data_path",
+    "val_data": "val_data_path",
+    "test_data": "test_data_path",
+}
+"""Argument -> the key that it stands for; of data, where they are a path."""
 
 _SHOWN = ("verdict", "curves", "queries")
 """Sections of the report that a notebook shows, by their ids."""
@@ -100,25 +103,26 @@ def train(
     asked = Callbacks(callbacks)
     # Every argument becomes a key, so that one set of rules and messages judges them all.
     overrides: dict[str, object] = dict(keys)
-    rows: dict[str, Any] = {}  # key -> rows in memory, by the path that they will get
-    _add(overrides, "model_name", model, "model")
-    _add(overrides, "loss_type", register_loss(loss).keys.name if isinstance(loss, type) else loss, "loss")
-    for name, given in (("data", data), ("val_data", val_data), ("test_data", test_data)):
-        if name == "data" and _lists_sources(given):
-            overrides["data"] = given
-        else:
-            is_path = given is None or _is_path(given)
-            _add(overrides, _DATA_KEYS[name], given if is_path else name, name)
-            rows |= {} if is_path else {name: given}
-    given = {"model_name": model, "loss_type": loss, "data_path": data, "val_data_path": val_data}
-    given |= {"test_data_path": test_data}
-    named = {key: argument for key, argument in _ARGUMENTS.items() if given[key] is not None}
-    # Errors speak of keys; the caller wrote arguments, so only those that were given are renamed.
+    rows: dict[str, Any] = {}  # argument -> rows in memory; their file gets its path below
+    loss = register_loss(loss).keys.name if isinstance(loss, type) else loss
+    arguments = {"model": model, "loss": loss, "data": data, "val_data": val_data, "test_data": test_data}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in arguments.items():
+        key = _KEY_OF[name]
+        if name == "data" and _lists_sources(value):
+            overrides["data"] = value
+            continue
+        if key in overrides:
+            raise ConfigError(f"{name} and {key} say the same thing; keep one of them")
+        is_rows = name.endswith("data") and not _is_path(value)
+        overrides[key] = name if is_rows else value
+        rows |= {name: value} if is_rows else {}
     base = _base(config)
     if config is None and not overrides.keys() & {"model_name", "model_name_or_path", "text_model_name"}:
         raise ConfigError('model is missing: a hub id, a folder, or one from scratch, model="builtin:ngram-bag"')
     files: dict[str, Path] = {}  # argument -> the file of its rows
-    with errors_name_arguments(files, named), ExitStack() as held:
+    # Messages speak of keys. Who gave arguments reads of those, and who gave keys of keys.
+    with errors_name_arguments({_KEY_OF[name]: name for name in arguments}, files), ExitStack() as held:
         # First with the names of the arguments as paths: a wrong key is refused before rows are written anywhere.
         loaded = load_values(base, overrides)
         if loaded.config.data is None and loaded.config.data_path is None:
@@ -130,7 +134,7 @@ def train(
                 held.enter_context(hold_output(Path(loaded.config.output_dir)))
             made = held.enter_context(_rows_of_runs_only(Path(loaded.config.output_dir)))
             files |= _written(rows, loaded.config, made)
-            overrides |= {_DATA_KEYS[name]: str(path) for name, path in files.items()}
+            overrides |= {_KEY_OF[name]: str(path) for name, path in files.items()}
             # Then with the files of the rows. Their names are hashes of what they hold: the same call continues.
             loaded = load_values(base, overrides)
         return _run(loaded, _command(config, overrides), asked)
@@ -262,6 +266,7 @@ def compare(
 
 
 def _base(config: str | Path | Mapping[str, object] | Config | None) -> Path | Mapping[str, object]:
+    # Only the keys that were set: a default that is passed on would count as the caller's own choice.
     if isinstance(config, Config):
         return config.model_dump(include=config.model_fields_set)
     if config is None:
@@ -269,17 +274,9 @@ def _base(config: str | Path | Mapping[str, object] | Config | None) -> Path | M
     return Path(config) if isinstance(config, str) else config
 
 
-def _add(overrides: dict[str, object], key: str, value: object, argument: str) -> None:
-    """Set the key that an argument stands for."""
-    if value is None:
-        return
-    if key in overrides:
-        raise ConfigError(f"{argument} and {key} say the same thing; keep one of them")
-    overrides[key] = value
-
-
 def _is_path(data: object) -> bool:
     """Return whether data are named by a path, or by a list of paths, and are not rows."""
+    # A list of texts could be rows of one column as well; training rows have two, so it is a list of paths.
     several = isinstance(data, (list, tuple)) and bool(data) and all(isinstance(each, (str, Path)) for each in data)
     return several or isinstance(data, (str, Path))
 
@@ -301,6 +298,7 @@ def _written(rows: Mapping[str, Any], config: Config, made: list[Path]) -> Itera
     """
     folder, limits = Path(config.output_dir) / ROWS_FOLDER, ImageLimits(max_pixels=config.max_image_pixels)
     for name, given in rows.items():
+        # A file's name is the hash of its rows: one that was there before is another run's too, and must stay.
         before = {*folder.glob("*.jsonl")}
         path = write_rows(given, folder, name, limits)
         made += [path] if path not in before else []
@@ -330,13 +328,8 @@ def _rows_of_runs_only(output: Path) -> Iterator[list[Path]]:
 def _command(config: object, overrides: Mapping[str, object]) -> str:
     """Return the call that repeats the run."""
     words = [] if config is None else [repr(str(config)) if isinstance(config, (str, Path)) else "config"]
-    return redact(
-        f"vembed.train({', '.join([*words, *(f'{name}={_shown(value)}' for name, value in overrides.items())])})"
-    )
-
-
-def _shown(value: object) -> str:
-    return repr(str(value) if isinstance(value, Path) else value)
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in overrides.items()}
+    return redact(f"vembed.train({', '.join([*words, *(f'{name}={value!r}' for name, value in plain.items())])})")
 
 
 def _run(loaded: LoadedConfig, command: str, callbacks: Callbacks) -> RunResult:

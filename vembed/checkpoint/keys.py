@@ -28,58 +28,58 @@ class OutputKeys(Section):
     """What is written, how often, and what a run does when something is there or goes wrong."""
 
     output_dir: Annotated[Name, AfterValidator(os.path.expanduser)] = key(
-        "outputs", "Folder of everything that the run writes.", on_resume="harmless"
+        "outputs", "Folder of everything that the run writes.", affects="process"
     )
-    overwrite_output_dir: bool = key(False, "With resume never: delete the run in output_dir.", on_resume="harmless")
+    overwrite_output_dir: bool = key(False, "With resume never: delete the run in output_dir.", affects="process")
     save_strategy: Literal["steps", "epoch", "no"] = key(
         "steps",
         "When checkpoints are written beside the last one and, where evaluations choose it, the best. steps: by "
         "save_steps and save_minutes; epoch: at the end of each epoch as well; no: never.",
-        on_resume="harmless",
+        affects="run",
     )
     save_steps: Count | None = key(
         None,
         "Steps from one checkpoint to the next; null and 0: none by steps.",
         unit="steps",
-        on_resume="harmless",
+        affects="run",
         acts_with=BY_STRATEGY,
     )
     save_minutes: Positive | None = key(
         None,
         "Minutes from one checkpoint to the next.",
         unit="minutes",
-        on_resume="harmless",
+        affects="run",
         acts_with=BY_STRATEGY,
     )
     save_total_limit: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = key(
-        2, "Newest checkpoints kept, beside the best one.", unit="checkpoints", on_resume="harmless"
+        2, "Newest checkpoints kept, beside the best one.", unit="checkpoints", affects="run"
     )
     resume: Name = key(
         "auto",
         "auto continues from the newest valid checkpoint; never starts over; a path names a checkpoint.",
-        on_resume="harmless",
+        affects="run",
     )
     resume_elastic: bool = key(
         False,
         "Continue from a checkpoint with another number of processes or another strategy: the same global batches, "
         "equal to rounding and no longer bit for bit.",
-        on_resume="harmless",
+        affects="run",
     )
     embedding_cache: Name = key(
         "auto",
         "Embeddings of a frozen tower, each encoded once: auto keeps them in output_dir where this run would encode "
         "them again, never keeps none, a path names a folder that runs share.",
     )
-    logging_steps: Count = key(10, "Steps from one log line to the next.", unit="steps", on_resume="harmless")
+    logging_steps: Count = key(10, "Steps from one log line to the next.", unit="steps", affects="run")
     report_to: TrackerNames = key(
         "tensorboard",
         "Trackers beside metrics.jsonl, which is always written; all is each whose package is installed.",
-        on_resume="harmless",
+        affects="process",
     )
     log_model: bool = key(
         False,
         "Give the trained model to the trackers that take one too (wandb, mlflow, trackio); it is as large as model/.",
-        on_resume="harmless",
+        affects="process",
     )
     nonfinite_policy: Literal["stop", "skip"] = key(
         "stop", "At a loss or gradient that is NaN or infinite: stop the run, or skip the step and count it."

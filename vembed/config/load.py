@@ -46,7 +46,7 @@ _NO_PLAIN_START = "!&*|>%@`#"  # open something other than a text in YAML
 
 
 class Origin(NamedTuple):
-    """Where a setting was written; origins sort in reading order, the file before the overrides."""
+    """Place where a setting was written; origins sort in reading order, the file before the overrides."""
 
     layer: int  # 0 for the file, 1 for overrides
     number: int  # line in the file (0 for the file as a whole), or position of the override
@@ -262,6 +262,7 @@ def _read_override(text: str, origin: Origin) -> Setting:
         raise Unreadable(0, f"there is no value after '='; write {key}='' for an empty text or {key}=null for none")
     if dot and not (name and part):
         raise Unreadable(0, "write mapping_key.part=value, such as column_mapping.text=query")
+    # Only quotes and brackets are read as YAML: `query_prompt=query: ` and `data_path=C: x` are texts as they stand.
     first = word.lstrip()[0]
     if first in _NO_PLAIN_START:
         raise Unreadable(0, f"a value that starts with {first} means something else in YAML; put it in quotes")
@@ -453,6 +454,7 @@ def _key_problems(errors: Sequence[ErrorDetails], settings: Mapping[str, Setting
     """Explain pydantic's errors, one problem for each key, each entry of a mapping, and each key of a list's entry."""
     groups: dict[tuple[Any, ...], list[ErrorDetails]] = {}
     for error in errors:
+        # A union reports an error for each of its members; all of one key belong to one problem.
         key, *inner = error["loc"]  # further parts name a member of a union, or where in the value it is
         where: tuple[int | str, ...]
         if len(inner) > 1 and isinstance(inner[0], int):

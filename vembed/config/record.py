@@ -1,4 +1,4 @@
-"""What a run keeps of its configuration: the file in its folder, a hash, and the differences when it is resumed."""
+"""Record of a run's configuration: the file in its folder, a hash, and the differences when it is resumed."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from vembed.config.schema import SECTIONS, Config, default_of, fields, key_names
 from vembed.data.keys import loss_names
 from vembed.redact import redact_value
 from vembed.registry import LOSSES, adds_only_trackers
-from vembed.section import facts_of
+from vembed.section import Affects, facts_of
 
 
 class ResumeDifference(NamedTuple):
@@ -27,6 +27,7 @@ def plain_values(config: Config) -> dict[str, object]:
 
     Keys of a plugin's losses are there only where one of these acts, so that installing a plugin changes no other run.
     """
+    # A mapping is sorted, so that configurations that are equal have equal bytes, and equal hashes.
     given = config.model_dump()
     acting, of_plugins = {config.loss_type, *loss_names(config)}, LOSSES.plugins().keys()
     values: dict[str, object] = {}
@@ -52,21 +53,27 @@ def dump_config(config: Config) -> str:
 
 
 def config_hash(config: Config) -> str:
-    """Return a SHA-256 of the keys that decide the result of a run, in hex."""
-    values = {name: value for name, value in plain_values(config).items() if name not in Config.NOT_HASHED}
+    """Return a SHA-256 of the keys that affect the result of a run, in hex: equal for runs with equal results."""
+    values = {name: value for name, value in plain_values(config).items() if affects(name) == "result"}
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def hashed_values(config: Config) -> dict[str, str]:
-    """Return the keys that decide the result of a run, each with its value as JSON."""
+def shared_values(config: Config) -> dict[str, str]:
+    """Return the keys that all processes of a run must have alike, each with its value as JSON."""
     values = plain_values(config)
-    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in Config.NOT_HASHED}
+    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if affects(name) != "process"}
+
+
+def affects(key: str) -> Affects:
+    """Return how far a key reaches, as its declaration says."""
+    reach: Affects = facts_of(fields()[key])["affects"]
+    return reach
 
 
 def on_resume(key: str) -> Literal["harmless", "refused"]:
-    """Return what a change of a key means for a resumed run, as its field says."""
-    return "harmless" if facts_of(fields()[key])["on_resume"] == "harmless" else "refused"
+    """Return what a change of a key means for a resumed run."""
+    return "refused" if affects(key) == "result" else "harmless"
 
 
 def resume_differences(old: Mapping[str, object], new: Config) -> list[ResumeDifference]:
@@ -78,15 +85,18 @@ def resume_differences(old: Mapping[str, object], new: Config) -> list[ResumeDif
     differences = []
     acting = set(loss_names(new))
     for key, value in plain_values(new).items():
+        # Both sides are without secrets, as a checkpoint keeps none: another password is no difference.
         before = redact_value(old[key]) if key in old else default_of(key)
         is_same = before == value and isinstance(before, bool) == isinstance(value, bool)  # True is not 1
         owners = _owners(key)
         if is_same or (owners and not owners & acting):
             continue
+        # A plugin may change anything, so `plugins` affects the result, but for one that brings trackers and no more.
         kind = on_resume(key)
         if key == "plugins" and _adds_only_trackers(before if isinstance(before, list) else [], new.plugins):
             kind = "harmless"
         differences.append(ResumeDifference(key, before, value, kind))
+    # Of a key that no longer exists nobody can say any more what it did.
     gone = [key for key in old if key not in fields()]
     return differences + [ResumeDifference(key, redact_value(old[key]), None, "refused") for key in gone]
 

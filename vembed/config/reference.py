@@ -15,6 +15,7 @@ from vembed.config.documents import write_mapping
 from vembed.config.load import MAX_FILE_BYTES, MAX_TEXT_BYTES
 from vembed.config.messages import expectation, key_schemas
 from vembed.config.names import ALIASES, ANY_VALUE, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE, Foreign
+from vembed.config.record import on_resume
 from vembed.config.schema import SECTIONS, fields, key_names, rules, section_keys
 from vembed.models.keys import ModelKeys
 from vembed.section import LARGEST_COUNT, facts_of
@@ -95,7 +96,7 @@ def key_facts(name: str) -> dict[str, str]:
         "Unit": schema.get("unit", ""),
         "Meaning": schema["description"],
         "Aliases": ", ".join(f"`{alias}`" for alias, targets in ALIASES.items() if name in targets),
-        "On resume": schema["on_resume"],
+        "On resume": on_resume(name),
     }
 
 

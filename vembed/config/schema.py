@@ -7,7 +7,7 @@ group the keys; the file that a user writes is flat.
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
 from pydantic import ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
@@ -24,7 +24,10 @@ from vembed.plan.keys import BatchKeys, DistributedKeys, OptimisationKeys
 from vembed.redact import redact_value
 from vembed.registry import LOSSES, import_plugins
 from vembed.section import Name, Rule, Section, facts_of, idle_rules, key, rules_of
-from vembed.vectors.keys import MiningKeys, TeacherKeys
+from vembed.vectors.keys import MiningKeys, TeacherKeys, teacher_gives_scores
+
+if TYPE_CHECKING:
+    from vembed.data.columns import LossNeeds
 
 
 class PluginKeys(Section):
@@ -85,16 +88,9 @@ class Config(
     instance of `config_class()`, which has the keys of all losses as well.
     """
 
-    NOT_HASHED: ClassVar[frozenset[str]] = frozenset(
-        (
-            *("output_dir", "overwrite_output_dir", "resume", "logging_steps", "num_workers", "prefetch_factor"),
-            *("report_to", "log_model", "save_strategy", "save_steps", "save_minutes", "save_total_limit"),
-        )
-    )
-    """Keys that decide nothing about the result."""
-
     def __new__(cls, **values: Any) -> Self:
         """Return an instance of `config_class()`, whatever the class."""
+        # Keys of losses are known once all losses are registered, plugins' too: not yet where this class is made.
         if cls is not Config:
             return super().__new__(cls)
         import_plugins(values.get("plugins"))
@@ -116,6 +112,11 @@ class Config(
     def run_loss(self) -> RunLoss:
         """Return the loss of the run: one, the sum of several, or one for each source of the data."""
         return RunLoss.chosen(self.loss_type, self.added_losses, losses_of_sources(self))
+
+    def loss_needs(self) -> "LossNeeds":
+        """Return what the loss asks of the data; where a teacher scores a row's documents, any row will do."""
+        needs = self.run_loss().needs()
+        return needs.taking("positives") if teacher_gives_scores(self) else needs
 
     @model_validator(mode="before")
     @classmethod

@@ -211,13 +211,13 @@ class DataKeys(SourceKeys):
         "does it. auto: the cores that training leaves free, at most 8; none on a CPU that trains on texts alone. No "
         "result depends on it.",
         unit="processes",
-        on_resume="harmless",
+        affects="process",
     )
     prefetch_factor: Auto | Count = key(
         "auto",
         "Batches that each data worker makes ahead; auto: 2, or 1 where they would take much of the memory.",
         unit="batches",
-        on_resume="harmless",
+        affects="process",
     )
     skip_invalid_records: bool = key(False, "Drop and count rows that can't be used, instead of stopping.")
     max_invalid_records: Count = key(

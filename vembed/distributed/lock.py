@@ -32,6 +32,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, Final
 
 from vembed.errors import ConfigError, MachineError
+from vembed.files import in_the_way
 from vembed.redact import redact
 
 if TYPE_CHECKING:
@@ -253,6 +254,8 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def _unwritable(path: Path, error: OSError) -> MachineError:
     fix = "Free some space, or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
+    # mkdir says "File exists" of a file at the folder's own path, and "Not a directory" of one above it.
+    way = in_the_way(path.parent) if error.errno in (errno.EEXIST, errno.ENOTDIR) else ""
     return MachineError(
-        f"output folder {path.parent} can't be written: {error.strerror or error}. {fix} another folder"
+        f"output folder {path.parent} can't be written: {way or error.strerror or error}. {fix} another folder"
     )

@@ -44,6 +44,7 @@ def _run(given: Mapping[str, Any], command: str) -> int:
     from vembed.workflows.comparison.compare import compare_runs
     from vembed.workflows.comparison.page import terminal_lines
 
+    # Held from before the runs are read: two comparisons into one folder would mix their pages.
     quiet_libraries()
     output = home_path(options.output)
     with hold_output(output):

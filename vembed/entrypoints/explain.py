@@ -35,6 +35,7 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 
 
 def _run(name: str | None) -> int:
+    # A section, an alias, a key, then what other trainers have: a word that is several of these is the first.
     word = "" if name is None else plain_name(name)
     sections = [title for title in SECTIONS if name in (None, title) or title.lower() == word]
     if sections and word not in key_schemas():

@@ -59,6 +59,7 @@ def _run(given: Mapping[str, Any]) -> int:
             message=options.message,
             poll=stop.poll,
         )
+    # Also after a dry run, whose list is what would go.
     for name, size in pushed.files:
         print(f"{bytes_text(size):>10}  {name}")
     for name in pushed.left_out:

@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train
     given = parse_words(TrainOptions, words, program=program)
     # Words behind --help and in the report are those of the user, not of the launcher.
     called = os.environ.get(LAUNCHED_BY, program)  # a process of several: as the user called the first one
+    # A signal ends the command at once, until the loop begins and there is something to save.
     watchdog, stop = Watchdog(), StopSignal(at_once=True)
     watchdog.words.doing = "starting"
     body = partial(_run, given, words, called, watchdog, stop)

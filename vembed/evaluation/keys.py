@@ -54,7 +54,7 @@ class EvaluationKeys(Section):
         "Most texts or pictures of one encoder call in evaluation; auto is 256 on a CPU, and on an accelerator as many "
         "as keep it busy.",
         unit="items",
-        on_resume="harmless",
+        affects="run",
     )
     metric_for_best_model: MetricName = key("ndcg@10", "Metric that chooses the best checkpoint; higher is better.")
     early_stopping_patience: Count | None = key(
@@ -68,12 +68,12 @@ class EvaluationKeys(Section):
         "Measure the verdict's set also with its documents searching its queries, before and after training; auto does "
         "where texts search pictures or pictures search texts.",
     )
-    bm25: bool = key(True, "Evaluate BM25 beside the model where the set is all texts.", on_resume="harmless")
+    bm25: bool = key(True, "Evaluate BM25 beside the model where the set is all texts.", affects="run")
     bm25_language: Bm25Language = key(
         "english",
         "Language of the texts: BM25 cuts their words to stems and leaves out the language's stop words. plain: words "
         "of two or more letters as they are written, without English stop words.",
-        on_resume="harmless",
+        affects="run",
         acts_with={"bm25": (True,)},
     )
 

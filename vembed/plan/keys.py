@@ -71,7 +71,7 @@ class BatchKeys(Section):
         True,
         "Do a step that runs out of memory again without kept graphs, then in chunks of half the size, instead of "
         "ending the run.",
-        on_resume="harmless",
+        affects="run",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -97,39 +97,39 @@ class DistributedKeys(Section):
         "auto",
         "Training processes on this machine; auto is one for each accelerator, and one on a machine without.",
         unit="processes",
-        on_resume="harmless",
+        affects="run",
     )
     use_fsdp: Auto | bool = key(
         "auto",
         "Shard the weights, gradients and optimizer state over the devices; auto does where a whole copy doesn't fit.",
-        on_resume="harmless",
+        affects="run",
     )
     sharding_factor: Auto | Count = key(
         "auto",
         "Devices that share one copy of the model: 1 replicates it, the number of all devices shards it fully, a "
         "divisor between shards it in groups that replicate each other.",
         unit="devices",
-        on_resume="harmless",
+        affects="run",
     )
     fsdp_mode: Auto | Literal["fast", "lean", "sharded"] = key(
         "auto",
         "What stays whole on each device during a step. fast: weights and gradients, only the optimizer is sharded; "
         "lean: gradients; sharded: nothing.",
-        on_resume="harmless",
+        affects="run",
         acts_with=WITH_SHARDING,
     )
     cpu_offload: Auto | bool = key(
         "auto",
         "With sharding: keep the shards of weights and optimizer state in the host's memory and update them there; "
         "auto does where nothing else fits.",
-        on_resume="harmless",
+        affects="run",
         acts_with=WITH_SHARDING,
     )
     nccl_timeout: Count = key(
         600,
         "A collective that waits longer than this ends the run and names who is missing; also with other backends.",
         unit="seconds",
-        on_resume="harmless",
+        affects="run",
     )
     ddp_bucket_cap_mb: Count = key(128, "Gradients that one collective of a replicated run adds up.", unit="MiB")
     ddp_broadcast_buffers: bool = key(
@@ -139,12 +139,12 @@ class DistributedKeys(Section):
         False,
         "Known from other trainers and never needed: what a process didn't use counts as zero. true adds a line to the "
         "plan.",
-        on_resume="harmless",
+        affects="run",
     )
     dataloader_pin_memory: bool = key(
         True,
         "Hold what data workers make in page-locked memory, from which an accelerator copies faster; nothing on a CPU.",
-        on_resume="harmless",
+        affects="run",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -146,7 +146,9 @@ class BatchSource:
             for record, row in zip(self.records.take(rows), rows, strict=True)
         ]
         batch = collate(records, rows)
-        num_documents_Q = np.array([len(each.positives) + len(each.negatives) for each in records], dtype=np.int64)
+        num_documents_Q = np.array(
+            [len(record.positives) + len(record.negatives) for record in records], dtype=np.int64
+        )
         if self.answers is not None:
             batch = self.answers.fill(batch, num_documents_Q)
 
@@ -164,7 +166,7 @@ class BatchSource:
             slots = group[np.isin(group, assignment.slots[self.rank], assume_unique=True)]
             if len(slots):
                 parts.append((self._features(batch, slots, sources_N), slots))
-            else:
+            else:  # a spare row: a rank that doesn't call a sharded tower leaves the others waiting for its shards
                 parts.append((self._features(batch, group[:1], sources_N), np.full(1, -1, dtype=np.int64)))
 
         return FeaturedBatch(
@@ -191,6 +193,7 @@ class BatchSource:
         """Return the features of items of one modality in the order of their slots, which ascend."""
         items, num_queries = (*batch.queries, *batch.documents), len(batch.queries)
         modality = modality_of(items[slots[0]])
+        # Sides apart, as each has prompts and limits of its own; queries have the lower slots.
         both: list[tuple[Side, NDArray[np.int64]]] = [
             ("query", slots[slots < num_queries]),
             ("document", slots[slots >= num_queries]),
@@ -243,6 +246,7 @@ def open_batches(run: Run) -> AbstractContextManager[Batches]:
 
     def open_level(source: BatchSource, end: int, level: int = 0) -> AbstractContextManager[Batches]:
         end = min(end, num_batches)
+        # Mining is the outer level, as it changes the records; hard batches only change which of them meet.
         if level < len(works):
             work, folder = works[level]
 
@@ -385,10 +389,12 @@ def count_masked(batch: ContrastiveBatch) -> int:
     content. Explicit positives aren't counted. The result is the number of cells that `false_negative_mask` marks,
     without the Q x D matrix: pairs of contents, each times how often both contents stand in the batch.
     """
+    # Equal contents are one: pairs of distinct contents are at most P + min(Q, D), however often each is repeated.
     query_ids, query_rows, query_counts = _contents(batch.query_ids_Q)
     document_ids, document_rows, document_counts = _contents(batch.document_ids_D)
     positives_P2 = np.unique(batch.positives_P2, axis=0)
     known = np.stack([query_rows[positives_P2[:, 0]], document_rows[positives_P2[:, 1]]], axis=1)
+    # A document that is the query itself counts too: equal contents have equal ids on both sides.
     _, same_queries, same_documents = np.intersect1d(query_ids, document_ids, assume_unique=True, return_indices=True)
     itself = np.stack([same_queries, same_documents], axis=1)
     related = np.unique(np.concatenate([known, itself]), axis=0)

@@ -1,4 +1,4 @@
-"""What a Python caller wants to hear of a run, and what he may decide: to stop, or another learning rate.
+"""Callbacks of a Python caller: they hear of a run's events, and may stop it or set another learning rate.
 
 A callback is an object with some of the methods `on_step`, `on_evaluation`, `on_save` and `on_end`, or a function that
 hears everything; each gets one event. The first rank alone calls them, and all ranks do what they decided. A decision
@@ -88,7 +88,7 @@ _METHODS: dict[type[Event], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What callbacks have decided about one moment of a run."""
+    """Decision of all callbacks about one event."""
 
     stop: str | None = None
     learning_rate: float | None = None
@@ -132,6 +132,8 @@ class Callbacks:
         if self.failure is not None or not self.hear(type(event)):
             return Decision()
         decision = ranks.from_first(lambda: self._ask(event))
+        # The error itself may not survive pickling. The other ranks make one of its words, so that all of them save the
+        # step and end at the same line of the loop.
         if decision.failed is not None and self.failure is None:
             self.failure = MachineError(f"{decision.failed} on the first process, which tells why")
         return decision
@@ -141,6 +143,7 @@ class Callbacks:
         stop: str | None = None
         rate: float | None = None
         for callback in self._callbacks:
+            # A method of the event's name wins over the object itself, which may be callable for another reason.
             method = getattr(callback, name, callback if callable(callback) else None)
             if method is None:
                 continue

@@ -21,11 +21,8 @@ from vembed.text import show_duration
 from vembed.vectors.keys import teacher_gives_scores
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vembed.config.schema import Config
     from vembed.data.arrangements import Arrangement
-    from vembed.data.columns import LossNeeds
     from vembed.data.keys import SourceKeys
     from vembed.data.run_data import RunData
     from vembed.data.table import RecordTable
@@ -45,9 +42,10 @@ def load_data(config: Config) -> RunData:
     """
     chooses = config.eval_strategy != "no"
     needs_dev = chooses or config.test_data_path is None
-    data = load_run_data(config, needs_dev=needs_dev, divides=chooses, loss=loss_needs(config))
+    data = load_run_data(config, needs_dev=needs_dev, divides=chooses, loss=config.loss_needs())
     if config.mine_corpus is not None:
-        corpus = Corpus(config.mine_corpus, CorpusOptions(image_root=_root(config), image_limits=image_limits(config)))
+        root = None if config.image_root is None else home_path(config.image_root)
+        corpus = Corpus(config.mine_corpus, CorpusOptions(image_root=root, image_limits=image_limits(config)))
         data = data.with_corpus(corpus_items(document.item for document in corpus))
     if config.mine == "never":
         _refuse_missing_negatives(config, data)
@@ -63,6 +61,7 @@ def look_nearer(data: RunData, ranks: Ranks, *, run_seconds: float) -> tuple[Run
     Returns:
         The data with what was found, and a note where it would take longer.
     """
+    # The first rank searches for all: whether there is time depends on its clock, and plans must not differ.
     judged = data.judged
     assert judged is not None, "some set was given"
     seconds = NEAR_SHARE * (START_SECONDS + run_seconds)
@@ -89,6 +88,7 @@ def _refuse_missing_negatives(config: Config, data: RunData) -> None:
         parts = [(path, loss.for_source(place), slice(place, place + 1)) for place, path in enumerate(data.sources)]
     for where, own, rows in parts:
         num_rows, num_positives, num_negatives = (int(each[rows].sum()) for each in counts.values())
+        # Scores of a teacher are compared within a row: with one document there is nothing to compare.
         alone = num_positives + num_negatives == num_rows
         if alone and teacher_gives_scores(config) and not {"pairs", "positives"} & set(own.needs().takes):
             raise DataError(
@@ -102,12 +102,6 @@ def _refuse_missing_negatives(config: Config, data: RunData) -> None:
                 f"{where}: {what} learns from the hard negatives of rows, and no row has any; add the column "
                 f"negatives, {mined}or set {what.partition(' ')[0]} to another value"
             )
-
-
-def loss_needs(config: Config) -> LossNeeds:
-    """Return what the loss asks of the data; where a teacher scores a row's documents, any row will do."""
-    needs = config.run_loss().needs()
-    return needs.taking("positives") if teacher_gives_scores(config) else needs
 
 
 def build_sampler(
@@ -170,10 +164,6 @@ def _arrangement(keys: Config, records: RecordTable, batch_size: int) -> Arrange
     if keys.batch_sampling == "classes":
         return ByClass.of_records(records, keys.samples_per_class, batch_size, single=keys.source_batches == "single")
     return None
-
-
-def _root(config: Config) -> Path | None:
-    return None if config.image_root is None else home_path(config.image_root)
 
 
 def image_limits(config: Config) -> ImageLimits:

@@ -1,6 +1,6 @@
-"""What can be told of a run within a second: before torch is imported, a model is loaded and all rows are read.
+"""Early refusals: mistakes that show within a second, before torch is imported, a model is loaded or all rows are read.
 
-The run refuses all of it too; nothing here is a rule of its own. No torch here.
+The run refuses all of them too; nothing here is a rule of its own. No torch here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from vembed.errors import ConfigError, VembedError
 from vembed.files import home_path, is_file, is_folder, listed_paths
 from vembed.models.keys import model_names, renamed
 from vembed.models.names import MODEL_FOLDER, PAIR_SIGN, locate
-from vembed.training.data import loss_needs
 from vembed.training.output import OutputFolder
 from vembed.training.trackers import refuse_missing_packages
 
@@ -64,13 +63,24 @@ def refuse_wrong_inputs(config: Config, *, needs_data: bool = True) -> None:
     Raises:
         VembedError: A line for each problem.
     """
+
+    def refuse_wrong_model(key: str, name: str) -> None:
+        try:
+            located = locate(name).name
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from error
+        if is_file(located):
+            raise ConfigError(f"{key}: {name} is a file; name the folder of the model")
+
     named = [("model_name", name) for name in model_names(config)]
     named += [(key, name) for key, name in _teachers(config).items() if name is not None]
-    models = [partial(_refuse_wrong_model, key, name) for key, name in named]
+    models = [partial(refuse_wrong_model, key, name) for key, name in named]
     has_data = config.data is not None or config.data_path is not None
     modalities: dict[str, frozenset[Modality]] = {}  # source -> those of its first rows
     _refuse_all([*models, *([partial(_refuse_wrong_data, config, modalities)] if has_data or needs_data else [])])
-    if any(each - {"text"} for each in modalities.values()):  # looking at the model's class imports torch
+    # Looking at the model's class imports torch, which costs seconds: only rows with pictures are worth it, as nearly
+    # all models read texts.
+    if any(kinds - {"text"} for kinds in modalities.values()):
         _refuse_unread(config, modalities)
 
 
@@ -85,6 +95,7 @@ def refuse_wrong_output(config: Config) -> None:
     if config.resume == "never" or (config.resume == "auto" and not steps_in(output.checkpoints)):
         output.refuse_taken(overwrite=config.overwrite_output_dir, reads=paths_read(config))
     elif (checkpoint := _newest_checkpoint(config, output)) is not None:
+        # The manifest alone is read. Whether the weights are whole is for the run: hashing gigabytes takes minutes.
         saved = read_manifest(checkpoint).stamp.get("config")
         if isinstance(saved, dict):
             accepted_differences(checkpoint, saved, config)
@@ -93,11 +104,12 @@ def refuse_wrong_output(config: Config) -> None:
 def paths_read(config: Config) -> list[Path]:
     """Return the files and folders that a run reads, as far as they are on this machine."""
     models = []
+    # A run started afresh deletes its output folder, and must not delete its own model or data with it.
     for name in (*model_names(config), *filter(None, _teachers(config).values())):
         with suppress(ConfigError):  # told where models are looked at
             models.append(locate(name).name)
     has_data = config.data is not None or config.data_path is not None
-    data = [each for path, _ in all_sources(config) for each in listed_paths(path)] if has_data else []
+    data = [file for path, _ in all_sources(config) for file in listed_paths(path)] if has_data else []
     data += [] if config.mine_corpus is None else [config.mine_corpus]
     return [path for path in map(home_path, (*models, *data)) if is_file(path) or is_folder(path)]
 
@@ -116,7 +128,7 @@ def accepted_differences(checkpoint: Path, saved: Mapping[str, Any], config: Con
     differences = resume_differences(saved, config)
     refused = [difference for difference in differences if difference.kind == "refused"]
     if refused:
-        listed = "".join(f"\n  {each.key}: {each.old!r} in the checkpoint, {each.new!r} now" for each in refused)
+        listed = "".join(f"\n  {key}: {old!r} in the checkpoint, {new!r} now" for key, old, new, _ in refused)
         run = checkpoint.parent.parent
         raise ConfigError(
             f"{checkpoint} was trained with another configuration:{listed}\nSet these back, choose another "
@@ -141,6 +153,8 @@ def refuse_other_place(checkpoint: Path, output: OutputFolder) -> None:
 
 def _refuse_all(checks: Iterable[Callable[[], object]]) -> None:
     """Make all checks, and raise what they refuse as one error, of the kind of the first."""
+    # One call shows every mistake; scripts get the exit code of the first. A mistake that two checks meet, such as a
+    # path that is both dev and test set, is one line.
     refused: list[VembedError] = []
     for check in checks:
         try:
@@ -151,22 +165,13 @@ def _refuse_all(checks: Iterable[Callable[[], object]]) -> None:
         raise type(refused[0])("\n".join(dict.fromkeys(map(str, refused)))) from refused[0]
 
 
-def _refuse_wrong_model(key: str, name: str) -> None:
-    try:
-        located = locate(name).name
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    if is_file(located):
-        raise ConfigError(f"{key}: {name} is a file; name the folder of the model")
-
-
 def _refuse_wrong_data(config: Config, modalities: dict[str, frozenset[Modality]]) -> None:
     """Refuse data that are missing or wrong by their first rows, and add what those rows hold to `modalities`."""
 
     def look(path: str, options: SourceOptions) -> None:
         modalities[path] = refuse_by_first_rows(path, options).modalities
 
-    sources = all_sources(config, loss_needs(config))
+    sources = all_sources(config, config.loss_needs())
     _refuse_all(partial(refuse_missing, path, options) for path, options in sources)
     _refuse_all(partial(look, path, options) for path, options in sources)
     if config.mine_corpus is not None:
@@ -185,6 +190,7 @@ def _refuse_unread(config: Config, modalities: Mapping[str, Collection[Modality]
     keys: ModelKeys = config
     name = locate(config.model_name).name
     if not (is_folder(name) or ":" in name or PAIR_SIGN in name):
+        # A hub id is judged by an earlier download: asking the hub takes a second, and fails without a network.
         cached: object = None
         with suppress(HFValidationError):  # told where the model is loaded
             cached = try_to_load_from_cache(name, "config.json", revision=config.model_revision)

@@ -19,14 +19,13 @@ from vembed.text import plural
 from vembed.training.progress import LABEL_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from vembed.data.overlap import Overlap
     from vembed.data.retrieval import RetrievalData
     from vembed.data.run_data import FurtherSet
     from vembed.evaluation.encode import ItemEncoder
-    from vembed.evaluation.evaluator import EncodedTask
     from vembed.evaluation.keys import Bm25Language
     from vembed.evaluation.result import EvaluationResult
     from vembed.evaluation.sets import SetRole
@@ -54,8 +53,8 @@ class Evaluations:
     metric: str  # the metric that checkpoints and the verdict are judged by
     poll: Callable[[], None]  # called while searching, on the first rank alone; raises to stop
     bm25_language: Bm25Language | None  # of the BM25 that is evaluated beside the model; None: it isn't
-    # whether the untrained and the trained model are measured in reverse too, on the verdict's set; evaluations in
-    # between never are
+    # Whether the untrained and the trained model are measured in reverse too, on the verdict's set; evaluations in
+    # between never are.
     both_directions: bool = False
     further: tuple[FurtherSet, ...] = ()  # measured before and after training, besides
     overlaps: Mapping[str, Overlap] = field(default_factory=dict)  # set -> what the training rows share with it
@@ -77,7 +76,7 @@ class Evaluations:
         """
         names = ["step-0" if self.test is None else "baseline"]
         names += [f"baseline{REVERSED_SUFFIX}"] if self.both_directions else []
-        names += [f"{each.folder}/baseline" for each in self.further]
+        names += [f"{further.folder}/baseline" for further in self.further]
         for name in names:
             if not self._is_there(name):
                 raise MachineError(
@@ -90,8 +89,10 @@ class Evaluations:
 
         On resuming they are read back.
         """
-        for each in self.further:
-            self._once(f"{each.folder}/baseline", each.task)
+        for further in self.further:
+            self._once(f"{further.folder}/baseline", further.task)
+        # Without a test set the verdict is on the dev set, whose evaluation of step 0 is the baseline too. It is copied
+        # under that name, so that whoever reads the folder finds a baseline in either case.
         reversed_name = self._reversed_name("baseline")
         if self.test is not None:
             return self._once("baseline", self.test, reversed_name)
@@ -117,11 +118,12 @@ class Evaluations:
 
     def outcomes(self) -> tuple[SetOutcome, ...]:
         """Evaluate the kept model on the further sets."""
-        found = []
-        for each in self.further:
-            final = self._evaluate(f"{each.folder}/final", each.task).forward
-            found.append(self._outcome(each.folder, each.role, self._read(f"{each.folder}/baseline"), final))
-        return tuple(found)
+        outcomes = []
+        for further in self.further:
+            final = self._evaluate(f"{further.folder}/final", further.task).forward
+            baseline = self._read(f"{further.folder}/baseline")
+            outcomes.append(self._outcome(further.folder, further.role, baseline, final))
+        return tuple(outcomes)
 
     def verdict_outcome(self, baseline: EvaluationResult, final: EvaluationResult) -> SetOutcome:
         """Compare the untrained and the kept model on the verdict's set."""
@@ -142,6 +144,7 @@ class Evaluations:
         Returns:
             Its results; None where its numbers aren't finite: what is kept is another model.
         """
+        # Where the dev set gives the verdict, its evaluation after the last step is this result. It isn't in reverse.
         evaluated = f"step-{step}"
         if self.test is None and not self.both_directions and self._is_there(evaluated):
             return Directions(self._read(evaluated))
@@ -182,29 +185,29 @@ class Evaluations:
         names = [name] if reversed_name is None else [name, reversed_name]
         if not all(map(self._is_there, names)):
             return self._evaluate(name, task, reversed_name).forward
-        results = [self._read(each) for each in names]
-        for each, result in zip(names, results, strict=True):
-            if each not in self._said:  # the baseline without a test set is the dev set's result of step 0
-                self._say(each, result)
+        results = [self._read(folder) for folder in names]
+        for folder, result in zip(names, results, strict=True):
+            if folder not in self._said:  # the baseline without a test set is the dev set's result of step 0
+                self._say(folder, result)
         return results[0]
 
     def _evaluate(self, name: str, task: RetrievalData, reversed_name: str | None = None) -> Directions:
         """Evaluate the present model and write what comes out; in reverse too, where that has a name."""
         options = EvaluationOptions(system=redact(self.encode.encoder.name), poll=self.poll)
+        # All ranks encode, each its share; the vectors meet on the first one, which alone searches and writes.
         tasks = encode_directions(self.encode, task, options, both=reversed_name is not None)
-        return self.ranks.from_first(lambda: self._search(tasks, options, (name, reversed_name)))
 
-    def _search(
-        self, tasks: Sequence[EncodedTask], options: EvaluationOptions, names: tuple[str, str | None]
-    ) -> Directions:
-        found = search_directions(tasks, options)
-        if names[0] == FINAL:
-            found = replace(found, geometry=build_geometry(tasks[0]))
-        for each, result in zip(names, (found.forward, found.reverse), strict=True):
-            if each is not None and result is not None:
-                write_evaluation(self.folder / each, result)
-                self._say(each, result)
-        return found
+        def search() -> Directions:
+            results = search_directions(tasks, options)
+            if name == FINAL:  # the vectors are dropped with this block; the report's maps are drawn from them
+                results = replace(results, geometry=build_geometry(tasks[0]))
+            for folder, result in ((name, results.forward), (reversed_name, results.reverse)):
+                if folder is not None and result is not None:
+                    write_evaluation(self.folder / folder, result)
+                    self._say(folder, result)
+            return results
+
+        return self.ranks.from_first(search)
 
     def _say(self, name: str, result: EvaluationResult) -> None:
         wanted = dict.fromkeys([result.deciding(self.metric), "ndcg@10", "recall@10", "mrr@10"])
@@ -213,6 +216,7 @@ class Evaluations:
         label = "  reversed" if name.endswith(REVERSED_SUFFIX) else name
         _log.info("%-*s  %s  %s", LABEL_COLUMNS, label, numbers, result.task)
         self._said.add(name)
+        # Sizes and notes of a set are the same at each of its evaluations: the first one says them.
         sizes = f"{plural(result.num_queries, 'query', 'queries')}, {plural(result.num_documents, 'document')}"
         for note in (f"{result.task}: {sizes}", *result.notes):
             if note not in self._said:

@@ -152,6 +152,7 @@ def _export(run: Run, encoder: Encoder | None, kept_step: int) -> None:
     """
     assert encoder is not None, "the first rank has the whole model"
     output, checkpoints = run.output, run.checkpoints.manager
+    # Each round frees one checkpoint, until the model fits or only the last two are left.
     while True:
         try:
             with new_folder(output.model) as folder:
@@ -179,6 +180,7 @@ def _publish(run: Run, result: RunResult, final: Directions, kept_step: int) -> 
     rows = read_rows(run.output.path / "metrics.jsonl")
     more_facts = (*mining_facts(run.output.mining), *hard_batch_facts(run.output.hard_vectors))
     data_facts = replace(run.data, more_facts=more_facts).facts()
+    # The model is written by now. Whatever fails from here on is told, and takes nothing from it.
     environment = _environment(run)
     try:
         report = _report(run, result, rows, kept_step, data_facts=data_facts, environment=environment)

@@ -1,4 +1,4 @@
-"""What the launcher asks for, laid under the configuration: override > file > the launcher's own file > auto."""
+"""Settings of the launcher, laid under the configuration: override > file > the launcher's own file > auto."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ def _judge(
     taken: dict[str, object] = {}
     kept = []
     for key, value in keys.items():
-        own = getattr(config, key)
-        if key not in config.model_fields_set or own == "auto":
+        # A key that the user wrote wins, even with its default as value; `auto` leaves the choice to whoever has one.
+        configured = getattr(config, key)
+        if key not in config.model_fields_set or configured == "auto":
             taken[key] = value
-        elif own != value:
-            kept.append(f"the configuration says {key}: {_show(own)} ({sources.get(key, 'set')}), which wins")
+        elif configured != value:
+            kept.append(f"the configuration says {key}: {_show(configured)} ({sources.get(key, 'set')}), which wins")
     off = config.use_fsdp is False or config.sharding_factor == 1
     if off and keys.get("use_fsdp") is True:  # then the parts of it have nothing to act on
         where = "use_fsdp" if config.use_fsdp is False else "sharding_factor"
@@ -68,10 +69,11 @@ def _judge(
 def _laid_under(config: Config, added: Mapping[str, object], asked: AccelerateSettings) -> Config:
     if not added:
         return config
+    # Only what was set: defaults would count as the user's own words from here on.
     try:
         return Config.model_validate(config.model_dump(include=config.model_fields_set) | dict(added))
     except ValidationError as error:
-        reasons = "; ".join(str(each.get("ctx", {}).get("error", each["msg"])) for each in error.errors())
+        reasons = "; ".join(str(part.get("ctx", {}).get("error", part["msg"])) for part in error.errors())
         raise ConfigError(f"{asked.origin} and the configuration contradict each other: {reasons}") from error
 
 

@@ -96,7 +96,7 @@ class BatchLoader:
 
     @property
     def device(self) -> torch.device:
-        """Where the encoder is."""
+        """Device of the encoder."""
         return self._source.device
 
     def batch(self, step: int) -> PreparedBatch:
@@ -108,6 +108,7 @@ class BatchLoader:
         """
         if self._iterator is None:
             self._start(step)
+        # DataLoader gives batches in the order of its sampler alone. A caller that skips one would train on another.
         if step != self._next_step:
             raise ValueError(f"step {step} is asked for, and step {self._next_step} comes next")
         parcel = next(self._iterator)
@@ -122,6 +123,8 @@ class BatchLoader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # A worker's death shows as whatever this process was at: a torn pipe, a lost file, torch's own RuntimeError. An
+        # error of any other kind has its cause here.
         with _children_may_die():
             dead = self._first_dead() if isinstance(error, _SIGNS_OF_DEATH) else None
             self._close()
@@ -142,7 +145,9 @@ class BatchLoader:
     def _start(self, step: int) -> None:
         """Fork the workers, for all steps from one on."""
         num_workers = self._loading.num_workers
-        signal_handling._set_SIGCHLD_handler()  # once for all; set by DataLoader, it would be lost with the next line
+        # Once for all. DataLoader sets torch's handler at its first start, which would be inside the block below: that
+        # puts the handler from before it back, and a worker's death would go unnoticed.
+        signal_handling._set_SIGCHLD_handler()
         with _ready_to_fork(), _children_may_die(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # the plan says it
             loader: DataLoader[_Parcel | _Failure] = DataLoader(
@@ -188,11 +193,15 @@ class _Parcel:
     @classmethod
     def of(cls, featured: FeaturedBatch, num_workers: int) -> _Parcel:
         """Pack a batch."""
+        # Protocol 5 keeps the bytes of arrays out of the pickle, so that they are copied once, into the block. There is
+        # one, as torch opens a file for each shared tensor.
         rest, buffers = BytesIO(), list[PickleBuffer]()
         _Pickler(rest, protocol=5, buffer_callback=buffers.append).dump(featured)
         arrays = [buffer.raw() for buffer in buffers]
         starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
         num_bytes = block_bytes(starts[-1])
+        # All workers may write a block at once, and writing beyond the free space kills (SIGBUS) instead of raising.
+        # In a container /dev/shm often has 64 MiB; the pipe is slower and always there.
         shared = None
         if num_workers * num_bytes < _free_shared_memory():
             shared = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(num_bytes))
@@ -252,6 +261,7 @@ class _FeaturedSteps(Dataset["_Parcel | _Failure"]):
         try:
             return _Parcel.of(self.source.features(step), self._num_workers)
         except VembedError as error:
+            # Raised here, it would come back from DataLoader with the worker's traceback as its message.
             return _Failure(error)
 
 
@@ -283,6 +293,7 @@ def _children_may_die() -> Iterator[None]:
 @contextmanager
 def _ready_to_fork() -> Iterator[None]:
     """Let what is forked inside have tokenizers without threads, and signals that wait until it ignores them."""
+    # A signal that comes between the fork and the worker's SIG_IGN would end the worker: it waits until then.
     before = os.environ.get(TOKENIZERS_SWITCH)
     os.environ[TOKENIZERS_SWITCH] = "false"
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_SIGNALS)
@@ -305,9 +316,12 @@ def _become_worker(number: int) -> None:  # noqa: ARG001 - the signature that Da
     assert info is not None
     steps = info.dataset
     assert isinstance(steps, _FeaturedSteps)
+    # The kernel ends this process with the thread that forked it, so that no worker outlives a killed run.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != steps.parent:  # it died before the line above
         os._exit(1)
+    # Pages of the weights are shared until the parent's first update writes to them; then each worker would hold the
+    # old ones, a whole model per worker. Making features needs no weights.
     encoder = steps.source.encoder
     for tensor in (*encoder.parameters(), *encoder.buffers()):
         if tensor.device.type == "cpu" and not is_shared(tensor):

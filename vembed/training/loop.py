@@ -33,7 +33,7 @@ from vembed.evaluation.report.curves import SOURCE_LOSS
 from vembed.evaluation.report.speed import PARTS
 from vembed.text import show_duration
 from vembed.training.callbacks import EvaluationEvent, SaveEvent, StepEvent
-from vembed.training.guards import StepFacts
+from vembed.training.guard import StepFacts
 from vembed.training.progress import LABEL_COLUMNS, Heartbeat, step_line
 from vembed.training.timing import RankMeter, peak_memory_bytes, seconds_of_parts
 from vembed.training.trackers import read_rows, tell

@@ -62,9 +62,10 @@ def build_alike(build: Callable[[bool], Encoder], ranks: Ranks) -> Encoder:
 
     outline, base, words = ranks.from_first(build_first)
     encoder, reason = (built[0], "") if built else _build_other(build, outline)
-    # Counted by the first rank, before a head without weights was left out.
+    # Counted by the first rank, before a head without weights was left out. The others would count without it, and
+    # know vectors that are stored for this model by another name.
     encoder.trained = replace(encoder.trained, base=base, words=words)
-    reasons = {each for each in ranks.gather_objects(reason) if each}
+    reasons = {text for text in ranks.gather_objects(reason) if text}
     if reasons:
         _log.info("every process loads the weights by itself: %s", "; ".join(sorted(reasons)))
     return encoder
@@ -86,7 +87,8 @@ def start_alike(encoder: Encoder, runtime: Runtime, *, with_buffers: bool) -> No
     Args:
         with_buffers: Whether its buffers are the first rank's too; they are wherever a rank has none of its own.
     """
-    is_empty = any(each.is_meta for each in (*encoder.parameters(), *encoder.buffers()))
+    # Some ranks may have weights and others none, and all must send and receive the same tensors in the same order.
+    is_empty = any(tensor.is_meta for tensor in (*encoder.parameters(), *encoder.buffers()))
     if not is_empty:
         encoder.to(runtime.device)  # which puts other tensors in the place of buffers
     tensors: list[Tensor] = list(encoder.parameters())
@@ -139,6 +141,7 @@ def build_encoder(
         ConfigError: There is no such model, or it hasn't the part that is to train.
         MachineError: It can't be reached, or needs what this machine hasn't.
     """
+    # The plan has decided what the configuration may leave at auto.
     keys = config.model_copy(update={"gradient_checkpointing": plan.way.gradient_checkpointing})
     encoder = _load_encoder(keys, output, data, keep=keep) if with_weights else _load_empty(keys, output, keep=keep)
     if plan.way.use_lora:
@@ -245,6 +248,7 @@ def build_loss(config: Config, plan: Plan, encoder: Encoder) -> BatchLoss:
             f"loss_type {loss.name} takes {taken} for each row and {config.model_name} gives {given}; choose "
             f"another loss or another model"
         )
+    # A loss computes in float32 at least: log-sum-exp over thousands of documents is lost in bfloat16's 8 bits.
     dtype = torch.promote_types(DTYPES[config.torch_dtype], torch.float32)
     common = LossCommon(dtype, encoder.dimension, plan.loss_tile_size, _teacher_gives_cosines(config))
     return loss.build(config, common)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError, MachineError
-from vembed.files import replace_text
+from vembed.files import in_the_way, replace_text
 from vembed.models.names import MODEL_FOLDER, RUN_MARKS
 from vembed.redact import RedactingFormatter
 
@@ -70,27 +70,27 @@ class OutputFolder:
 
     @property
     def initial_model(self) -> Path:
-        """An encoder built from scratch, before training: its tokenizer must outlive the process that trained it."""
+        """Folder of an encoder from scratch before training: its tokenizer must outlive the process that trained it."""
         return self.path / "initial_model"
 
     @property
     def frozen_embeddings(self) -> Path:
-        """What a frozen tower makes of the training items."""
+        """Folder of the training items' embeddings by frozen towers."""
         return self.path / "frozen_embeddings"
 
     @property
     def teacher(self) -> Path:
-        """What a teacher makes of the training items."""
+        """Folder of a teacher's answers about the training items."""
         return self.path / "teacher"
 
     @property
     def hard_vectors(self) -> Path:
-        """What batches of hard negatives are chosen by."""
+        """Folder of the vectors that hard batches are chosen by."""
         return self.path / "hard_vectors"
 
     @property
     def mining(self) -> Path:
-        """The hard negatives of each mining, and a report of each."""
+        """Folder of each mining's hard negatives and report."""
         return self.path / "mining"
 
     @property
@@ -109,16 +109,18 @@ class OutputFolder:
         Raises:
             ConfigError: They would be replaced.
         """
-        found = [name for name in OWN_NAMES if (self.path / name).exists()]
-        if found and found != EARLY_END and not any(name in RUN_MARKS for name in found):
+        # Every run that writes anything writes plan.json or train.log. Other names of ours, such as a folder `model`,
+        # are common: without a mark beside them they are somebody else's.
+        present = [name for name in OWN_NAMES if (self.path / name).exists()]
+        if present and present != EARLY_END and not any(name in RUN_MARKS for name in present):
             raise ConfigError(
-                f"output_dir {self.path} holds {', '.join(found)}, which no run wrote and a run would replace; choose "
-                f"an output_dir of its own, such as {self.path / 'run'}"
+                f"output_dir {self.path} holds {', '.join(present)}, which no run wrote and a run would replace; "
+                f"choose an output_dir of its own, such as {self.path / 'run'}"
             )
 
     @property
     def holds_run(self) -> bool:
-        """Whether there are checkpoints or a model of a run; what a kill left of the first one (hidden) is neither."""
+        """True with checkpoints or a model of a run; what a kill left of the first one (hidden) is neither."""
         return self._holds_checkpoints or self.model.exists()
 
     @property
@@ -144,9 +146,10 @@ class OutputFolder:
                 f"output_dir {self.path} holds {what}. {way} another output_dir, or delete it with "
                 f"overwrite_output_dir=true"
             )
-        own = [(self.path / name).resolve() for name in OWN_NAMES]
+        # Resolved, as a link may lead into the folder from outside.
+        deleted = [(self.path / name).resolve() for name in OWN_NAMES]
         for path in reads:
-            if any(path.resolve().is_relative_to(each) for each in own):
+            if any(path.resolve().is_relative_to(entry) for entry in deleted):
                 raise ConfigError(
                     f"output_dir {self.path} holds what the run reads, and overwrite_output_dir would delete it: "
                     f"{path}; choose another output_dir"
@@ -159,10 +162,12 @@ class OutputFolder:
             MachineError: It can't.
         """
         path = self.path.expanduser().absolute()
-        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
-        code = errno.ENOTDIR if not there.is_dir() else 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
-        if code:
-            raise MachineError(f"output folder {path} can't be written: {os.strerror(code)}. Choose another folder")
+        reason = in_the_way(path)
+        if not reason:
+            there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+            reason = "" if os.access(there, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+        if reason:
+            raise MachineError(f"output folder {path} can't be written: {reason}. Choose another folder")
 
     def start_fresh(self, *, overwrite: bool, reads: Collection[Path] = ()) -> None:
         """Make the folder ready for a run from step 0.
@@ -177,15 +182,18 @@ class OutputFolder:
             MachineError: The folder can't be written.
         """
         self.refuse_taken(overwrite=overwrite, reads=reads)
+        # Asking a teacher takes hours: what it said before a kill is kept, and checked where it is read.
         kept = {path.resolve() for path in (*reads, *(() if self.holds_run else (self.teacher,)))}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for left in self.teacher.glob(".*.tmp"):  # by a kill
                 left.unlink()
+            # In the order of OWN_NAMES, the log last: a kill in between leaves a folder that is still known as a run's.
             named = [path for pattern in OWN_PATTERNS for path in self.path.glob(pattern)]
             for entry in [*named, *(self.path / name for name in OWN_NAMES)]:
                 if entry.resolve() in kept:
                     continue
+                # Of a link the link alone goes: what it leads to isn't the run's.
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
                 else:

@@ -85,13 +85,14 @@ def build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
 
     The first rank does, for the smallest memory of all and in what all compute fast, so that unequal machines agree.
     """
+    # What fits the smallest memory fits all. A type that one machine is slow at would hold up the others at every step.
     machines = runtime.ranks.gather_objects(runtime.machine)
-    least = min(machines, key=lambda each: each.memory_bytes)
+    least = min(machines, key=lambda machine: machine.memory_bytes)
     machine = replace(
         runtime.machine,
         memory_bytes=least.memory_bytes,
         taken_bytes=least.taken_bytes,
-        fast_bf16=all(each.fast_bf16 for each in machines),
+        fast_bf16=all(machine.fast_bf16 for machine in machines),
     )
     runtime = replace(runtime, machine=machine)
     return runtime.ranks.from_first(lambda: _build_plan(config, runtime, data))
@@ -123,7 +124,7 @@ def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
 
 def _modalities(data: RunData) -> dict[str, set[Modality]]:
     """Return what the training data and each set hold, by name."""
-    tasks = [data.dev, data.test, *(each.task for each in data.further)]
+    tasks = [data.dev, data.test, *(further.task for further in data.further)]
     sets = {task.name: ItemCounts.of(task).modalities for task in tasks if task is not None}
     return {" and ".join(data.sources): data.counts.items.modalities, **sets}
 
@@ -135,8 +136,9 @@ def _record_tokens(config: Config, model: ModelSize, data: RunData) -> tuple[flo
     """
     if model.max_length is not None or model.estimated or data.counts.items.has_pictures:
         return ()
+    # Evenly spaced rows: files are often sorted by length or source, and the first rows would stand for neither.
     rows = np.unique(np.linspace(0, len(data.records) - 1, SAMPLE_RECORDS).astype(np.int64))
-    records = [(each.query, [*each.positives, *each.negatives]) for each in data.records.take(rows)]
+    records = [(record.query, [*record.positives, *record.negatives]) for record in data.records.take(rows)]
     texts = [str(text) for query, documents in records for text in (query, *documents)]
     encoder, num_documents = load_skeleton(config, texts=texts), documents_per_query(config, data.counts)
     return tuple(
@@ -157,6 +159,7 @@ def measured_model(config: Config, machine: Machine, *, name: str | None = None)
     dtype, _ = compute_dtype(config, config.torch_dtype, machine)
     target = ProfileTarget(machine.device, DTYPES[dtype] if dtype in ("bfloat16", "float16") else None)
     size = profile_model(keys, target, trainable=config.trainable)
+    # Adapters change what trains, and so memory: where the plan may choose them, the model is measured with them.
     may_adapt = config.use_lora == "auto" and config.trainable == "all" and size.num_parameters >= ADAPTERS_FROM
     if config.use_lora is True or may_adapt:
         return profile_model(keys, target, trainable=config.trainable, lora=config)
@@ -260,10 +263,12 @@ def read_back(plan: Plan, checkpoint: LoadedCheckpoint, config: Config) -> Plan:
     saved, settings = checkpoint.stamp["plan"], checkpoint.stamp["config"]
     assert isinstance(saved, dict)
     assert isinstance(settings, dict)
+    # Checkpoints of earlier versions lack the decisions that came later: those are taken anew.
     decided: dict[str, Any] = {name: saved[name] for name in PLAN_READ_BACK if name in saved}
     unchanged = all(settings.get(name, default_of(name)) == getattr(config, name) for name in DECIDING_KEYS)
     if unchanged and saved.get("world_size") == plan.world_size:
         decided |= {name: saved[name] for name in SHARDING_READ_BACK if name in saved}
+    # The global batch is what is trained; a rank's share of it follows from the ranks there are now.
     if "global_batch_size" in decided:
         decided["batch_size"] = math.ceil(decided["global_batch_size"] / plan.world_size)
     reasons = (*plan.reasons, f"resumed from step {checkpoint.step}: {', '.join(decided)} are the checkpoint's")

@@ -1,4 +1,4 @@
-"""What a run says while it trains: aligned lines, the time left, a word in a long step, and the total at the end."""
+"""Lines of a run while it trains: steps in columns, the time left, a word in a long step, and the total at the end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PACE_STEPS = 20
 
 
 class RunClock:
-    """Where the time of a run goes; it begins with this object."""
+    """Clock of a run: seconds of its steps and evaluations, and the time left. It starts with this object."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -51,8 +51,8 @@ class RunClock:
     def go_on(self, evaluations: Path) -> None:
         """Count the evaluations before a run was resumed, by their folder; its steps are in metrics.jsonl."""
         self._earlier_evaluation = evaluation_seconds(evaluations)
-        read = (json.loads(path.read_text("utf-8")) for path in evaluations.glob("**/baseline/metrics.json"))
-        self._end_seconds = sum(each["seconds"] for each in read)
+        baselines = (json.loads(path.read_text("utf-8")) for path in evaluations.glob("**/baseline/metrics.json"))
+        self._end_seconds = sum(result["seconds"] for result in baselines)
 
     @contextmanager
     def evaluating(self, *, comes_again: bool = False, comes_at_end: bool = False) -> Iterator[None]:
@@ -71,14 +71,17 @@ class RunClock:
 
     def add_step(self, seconds: float) -> None:
         """Count a step."""
+        # The first step of a process compiles, allocates and waits for its batch. Beside a second one it tells nothing
+        # about the pace.
         if len(self._step_seconds) == 1 and self._steps == self._step_seconds[0]:
-            self._step_seconds.clear()  # the first step of a process compiles, allocates and waits for its batch
+            self._step_seconds.clear()
         self._steps += seconds
         self._step_seconds.append(seconds)
 
     def seconds_left(self, steps: Steps, done: int) -> float:
         """Return about how long the rest takes: steps, evaluations on the dev set, and at the end on all other sets."""
         pace = sum(self._step_seconds) / len(self._step_seconds)
+        # Evaluations of the whole run, rounded up as the last step has one, less those that are done.
         every = steps.eval_every
         evaluations = 0 if every is None else -(-steps.total // every) - done // every
         return (steps.total - done) * pace + evaluations * self._dev_seconds + self._end_seconds
@@ -94,9 +97,9 @@ class RunClock:
             "evaluation": self._earlier_evaluation + self._evaluation,
             "start, saving and report": time.monotonic() - self._started - self._steps - self._evaluation,
         }
-        said = ", ".join(f"{show_duration(seconds)} {name}" for name, seconds in parts.items())
+        shares = ", ".join(f"{show_duration(seconds)} {name}" for name, seconds in parts.items())
         noun = "step" if len(rows) == 1 else "steps"
-        return f"{show_duration(sum(parts.values()))} for {len(rows):,} {noun}: {said}"
+        return f"{show_duration(sum(parts.values()))} for {len(rows):,} {noun}: {shares}"
 
 
 SAME_SPEED = (
@@ -111,10 +114,10 @@ def measured_step_seconds(output: OutputFolder, plan: Plan) -> float | None:
     if not output.holds_run:
         return None
     try:
-        other, own = read_object(output.path / "plan.json"), plan.to_json()
+        before, now = read_object(output.path / "plan.json"), plan.to_json()
     except (OSError, ValueError):  # nothing says how that run was planned
         return None
-    if any(other.get(key) != own[key] for key in SAME_SPEED):
+    if any(before.get(key) != now[key] for key in SAME_SPEED):
         return None
     return usual_step_seconds(read_rows(output.path / "metrics.jsonl"))
 
@@ -144,6 +147,7 @@ def step_line(metrics: Mapping[str, float], steps: Steps, done: int, *, seconds_
     Args:
         metrics: "grad_norm" is shown as norm, "samples_per_second" as /s.
     """
+    # Columns are as wide as the last line of the run needs, so that no line moves those below it.
     count, epochs = len(str(steps.total)), len(f"{steps.total / steps.per_epoch:.1f}")
     left = f"  {show_duration(seconds_left)} left" if done < steps.total else ""
     rate = f"{metrics['learning_rate']:.1e}".replace("e-0", "e-").replace("0.0e+00", "0")
@@ -194,6 +198,8 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
+            # Read once: the step may end between two reads. Silence is counted from the last line of whatever kind, and
+            # a step must have run for a while itself before it is said to be long.
             running, now = self._running, time.monotonic()
             if running is None or now - self._spoke < self._silence or now - running[1] < FIRST_SILENCE_SECONDS:
                 continue

@@ -210,6 +210,7 @@ class MiningRefresh:
         encode.ranks.gather_objects(None)  # all ranks have read the vectors in `work`
         if encode.ranks.is_first:
             shutil.rmtree(work, ignore_errors=True)
+        # Mined for each distinct query; records with the same query share its negatives.
         rows_Nn = mined.rows_Un[task.query_of_record_N]  # -1 fills up records with fewer negatives
         counts = (rows_Nn >= 0).sum(axis=1)
         return {"counts": counts, "items": task.documents.numbers_N[rows_Nn[rows_Nn >= 0]]}
@@ -230,6 +231,7 @@ class MiningRefresh:
             return CrossEncoderTeacher.of(
                 CrossEncoder(keys).to(encode.device), task, ranks=encode.ranks, poll=encode.poll
             )
+        # Loaded for this mining alone and dropped behind it: between minings its memory is the step's.
         model = load_encoder(keys, image_limits=image_limits(config)).to(encode.device)
         budget = encoding_budget(model, encode.device, ROWS_AT_ONCE)
         teacher = ItemEncoder(model, budget, encode.device, encode.autocast_dtype, encode.poll, encode.ranks)
@@ -268,6 +270,7 @@ def mining_bytes(config: Config, data: RunData, dimension: int) -> int:
     """
     if config.mine == "never":
         return 0
+    # Vectors of one mining: its folder of work is deleted before the next one begins.
     dims, counts = dimension, data.counts
     if config.mine_teacher is not None and not CrossEncoder.is_meant(keys := teacher_keys(config, config.mine_teacher)):
         dims += load_skeleton(keys).dimension

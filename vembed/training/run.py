@@ -29,7 +29,7 @@ import torch
 
 from vembed import collector_paused
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.config.record import config_hash, dump_config, hashed_values, plain_values
+from vembed.config.record import config_hash, dump_config, plain_values, shared_values
 from vembed.data.picture_survey import what_is_read
 from vembed.distributed.lock import FolderInUseError, hold_output
 from vembed.distributed.runtime import start_runtime
@@ -54,7 +54,7 @@ from vembed.training.data import build_sampler, load_data, look_nearer, measures
 from vembed.training.early import accepted_differences, paths_read, refuse_other_place
 from vembed.training.evaluations import Evaluations
 from vembed.training.finish import RunResult, finish_run, package_versions
-from vembed.training.guards import NonFiniteGuard
+from vembed.training.guard import NonFiniteGuard
 from vembed.training.launcher import under_launcher
 from vembed.training.loop import Trainer
 from vembed.training.model import build_alike, build_encoder, build_loss, refuse_batch_norm, start_alike
@@ -139,7 +139,9 @@ def run_from_config(
             watchdog=watchdog,
         )
         ranks = runtime.ranks
-        ranks.require_equal({**hashed_values(config), **package_versions(), "callbacks": callbacks.names})
+
+        # Before any other collective: ranks that differ in a key would meet in different ones, and wait.
+        ranks.require_equal({**shared_values(config), **package_versions(), "callbacks": callbacks.names})
 
         # Data, plan, model.
         run = _open(config, runtime, output, mode, stack)
@@ -324,7 +326,7 @@ class Run:
 
     @property
     def words(self) -> LastWords:
-        """Where the run stands, for the message of whatever ends it."""
+        """Words on where the run stands, for the message of whatever ends it."""
         return self.runtime.watchdog.words
 
     @cached_property
@@ -366,7 +368,7 @@ class Run:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the run is made of and how its work is spread; a checkpoint of another run is refused.
+        """Parts that the run is made of, and how its work is spread; a checkpoint of another run is refused.
 
         All ranks must ask for it together, as a teacher's weights are hashed.
         """
@@ -502,6 +504,7 @@ def find_checkpoint(config: Config, runtime: Runtime, output: OutputFolder) -> L
         check_shape(checkpoint)
         check_decisions(checkpoint)
 
+    # A broken newest checkpoint is skipped for the one before it; one that is named must be whole.
     manager = CheckpointManager(output.checkpoints, keep_last=config.save_total_limit, ranks=runtime.ranks)
     source: Literal["auto"] | Path = "auto" if config.resume == "auto" else Path(config.resume)
     checkpoint = manager.load(source, required=[*PARTS, "run", "updater"], check=check)

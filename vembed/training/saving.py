@@ -305,7 +305,10 @@ def stamp_differences(saved: Mapping[str, JSON], current: Mapping[str, JSON]) ->
     return {
         key: f"{key}: {_shown(before, key)} in the checkpoint, {_shown(now, key)} in this run"
         for key in before | now
-        if key not in before or key not in now or not _same(before[key], now[key])
+        if key not in before
+        or key not in now
+        or before[key] != now[key]
+        or isinstance(before[key], bool) != isinstance(now[key], bool)  # True is not 1
     }
 
 
@@ -316,11 +319,6 @@ def _flat(stamp: Mapping[str, JSON], prefix: str = "") -> Iterator[tuple[str, JS
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _same(left: JSON, right: JSON) -> bool:
-    """Return whether two JSON values are equal, telling True from 1."""
-    return left == right and isinstance(left, bool) == isinstance(right, bool)
 
 
 def _shown(stamp: Mapping[str, JSON], key: str) -> str:
@@ -336,7 +334,7 @@ def _listed(differences: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DiskNeeds:
-    """What a run writes at most, and what it can't do without, in bytes."""
+    """Bytes that a run writes at most, and bytes that it can't do without."""
 
     checkpoint: int  # one of them
     num_certain: int  # checkpoints that stand together in any case, the one being written with them
@@ -355,6 +353,7 @@ class DiskNeeds:
         trained = (each for each in chain(encoder.parameters(), loss.parameters()) if each.requires_grad)
         weights = bytes_of((*module_tensors(encoder).values(), *module_tensors(loss).values()))
         total, every = plan.steps.total, plan.steps.eval_every
+        # Steps at which a save is certain; those by the clock and those of a new best can only be bounded.
         by_epochs = [plan.steps.per_epoch] if keys.save_strategy == "epoch" else []
         spans = [*([] if keys.save_steps is None else [keys.save_steps]), *by_epochs, total]  # the last step is saved
         num_certain = len(
@@ -442,9 +441,12 @@ def gather_encoder(encoder: Encoder, ranks: Ranks, fresh: Callable[[], Encoder])
     Raises:
         VembedError: `fresh` failed, or found another model than training began with; all ranks raise it.
     """
+    # An encoder that is whole and exact is its own export: nothing is copied.
     reshard(encoder)
     if not any(map(is_shared, encoder.parameters())) and not narrowed_bytes(encoder):
         return encoder if ranks.is_first else None
+    # Read anew for what never changed; then only what trains travels, tensor by tensor. All ranks take part in each
+    # gathering, and the first keeps the result.
     changing = changing_names(encoder)
     whole = ranks.together(lambda: _same_base(fresh(), encoder) if ranks.is_first else None)
     places = {} if whole is None else whole.state_dict(keep_vars=True)
@@ -510,6 +512,7 @@ def _encoder(output: OutputFolder, config: Config, *, use_lora: bool) -> Encoder
         )
     if is_from_scratch(config):
         config = renamed(config, str(output.initial_model))
+    # As training began: the same parts frozen and the same adapters, so that names and shapes fit the checkpoint.
     encoder = load_configured(config)
     if use_lora:
         add_adapters(encoder, config)

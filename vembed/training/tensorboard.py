@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from vembed.errors import MachineError
-from vembed.training.trackers import Tracker, flatten_ranks, is_picture
+from vembed.training.trackers import Tracker, flatten_ranks, is_picture, missing_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,10 +36,7 @@ class TensorBoardTracker(Tracker):
         try:
             self._writer_class: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         except ImportError as error:
-            raise MachineError(
-                f"the tracker tensorboard needs a package that is missing ({error}): "
-                "pip install tensorboard, or set report_to: none"
-            ) from error
+            raise MachineError(missing_text(self.name, str(error))) from error
         self._writer: Any = None
         self._excepthook = threading.excepthook
 

@@ -47,7 +47,7 @@ def seconds_of_parts(
 
 @dataclass(frozen=True, slots=True)
 class RankReading:
-    """What all ranks measured since the reading before."""
+    """Numbers of all ranks since the reading before."""
 
     # Name -> the number of each rank, in their order: times and tokens are means of a step, loss and memory the latest.
     # A number that is measured nowhere is left out.
@@ -85,6 +85,7 @@ class RankMeter:
         means = [total / max(1, self._num_steps) for total in self._sums.values()]
         own = [*means, self._loss, peak_memory_bytes(self._device), math.nan if load is None else load]
         self._sums, self._num_steps = dict.fromkeys(AVERAGED, 0.0), 0
+        # In float64, as float32 doesn't hold every count of bytes beyond 2^24. NaN: the rank can't measure it.
         device = "cpu" if self._ranks.is_one else self._device  # alone nothing has to go through a device
         x_1M = torch.tensor([own], dtype=torch.float64, device=device)
         x_WM = self._ranks.gather_rows(x_1M, [1] * self._ranks.world_size).tolist()
@@ -103,6 +104,7 @@ def summarise(by_rank: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
     found: dict[str, float] = {}
     if loads := [load for load in by_rank.get("utilisation", ()) if not math.isnan(load)]:
         found |= {"device_utilisation": sum(loads) / len(loads), "least_device_utilisation": min(loads)}
+    # Ranks meet in every step, so the one that encodes longest holds up all; its number is what to look at.
     encode, steps = by_rank["encode_seconds"], by_rank["step_seconds"]
     if len(steps) == 1:
         return found

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Bitmap
 
     from vembed.batch import ImageLimits, Item
-    from vembed.evaluation.report.examples import Group, Hit
+    from vembed.evaluation.report.examples import Group
     from vembed.training.finish import RunResult
     from vembed.training.run import Run
 
@@ -318,10 +318,12 @@ def refuse_missing_packages(report_to: str | list[str]) -> None:
 
 
 def missing_text(name: str, why: str) -> str:
-    """Return the message for a user whose machine lacks the package of a tracker."""
+    """Return the message for a user whose machine lacks the package of one of our trackers."""
+    # TensorBoard is a dependency of vembed itself; the package of each other tracker is an extra of the tracker's name.
+    wanted = name if name == "tensorboard" else f'"vembed[{name}]"'
     return (
-        f"the tracker {name} needs a package that is missing ({why}): "
-        f'pip install "vembed[{name}]", or leave it out of report_to'
+        f"the tracker {name} needs a package that is missing ({why}): pip install {wanted}, or leave it out of "
+        f"report_to"
     )
 
 
@@ -342,6 +344,7 @@ def open_trackers(
     jsonl.say_lost(resume_step)
     jsonl.cut_back(resume_step)
     trackers: list[Tracker] = [jsonl]
+    # TensorBoard's files stand where its users look for them, the others' beside each other.
     for name in _names(report_to):
         folder = output / name if name == "tensorboard" else output / TRACKER_FOLDER / name
         try:
@@ -437,6 +440,7 @@ def _main_metrics(result: RunResult) -> dict[str, float]:
     from vembed.evaluation.metrics import HEADLINE
 
     values: dict[str, float] = {}
+    # The verdict's set comes first, under the names of a run with one set: values of several runs share a column.
     for number, outcome in enumerate(result.sets):
         prefix = f"{outcome.role}-{number}/" if number else ""
         names = {*HEADLINE, outcome.verdict.comparison.metric}
@@ -478,7 +482,7 @@ def _examples_table(
                 "rank before": _rank_text(relevant.baseline_rank if relevant else None),
                 "rank after": _rank_text(relevant.rank if relevant else None),
                 **_item_cells("found first", first.item if first else None, limits),
-                "found first is": _judgement(first),
+                "found first is": "" if first is None else "relevant" if first.is_relevant else "not relevant",
             }
         )
     # Columns in the order of the dict above: sets of pictures have no texts, and sets of texts no pictures.
@@ -499,7 +503,3 @@ def _item_cells(name: str, item: Item | None, limits: ImageLimits) -> dict[str, 
 
 def _rank_text(rank: int | None) -> str:
     return "not found" if rank is None else str(rank)
-
-
-def _judgement(hit: Hit | None) -> str:
-    return "" if hit is None else "relevant" if hit.is_relevant else "not relevant"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from vembed.config.messages import unknown_key
 from vembed.config.names import targets
-from vembed.config.schema import Config, fields
+from vembed.config.record import affects
+from vembed.config.schema import fields
 from vembed.errors import ConfigError
 from vembed.redact import shown
 
@@ -181,7 +182,7 @@ def _refuse_key(key: str) -> None:
             raise ConfigError(f"{target} can't be tried: {FIXED[target]}")
         if _SETS.match(target):
             raise ConfigError(f"{target} can't be tried: trials are compared on the same sets")
-        if target in Config.NOT_HASHED:
+        if affects(target) != "result":
             raise ConfigError(f"{target} decides nothing about the result")
 
 

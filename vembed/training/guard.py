@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What is known of a step before its gradients change any weight."""
+    """Numbers of a step, known before its gradients change any weight."""
 
     step: int  # its number, 1 for the first
     loss: float
@@ -74,17 +74,27 @@ class NonFiniteGuard:
         Raises:
             NonFiniteError: The policy is "stop", or the limit is used up.
         """
+        # Both are asked: a loss can overflow while its gradients stay finite, and gradients while the loss does.
         if self._agree(math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)):
             return True
+
+        # All ranks are here, also those whose own numbers are finite: the norms are sums over the shards of all.
         norms = facts.module_norms()
         report = self._report(facts, norms)
-        what = _describe(facts, norms)
-        if self._policy == "stop":
-            raise NonFiniteError(f"{what}. No weight was changed. {_advice(report)}")
-        if self.skipped >= self._limit:
+        numbers = (("the loss", facts.loss), ("the gradient norm", facts.grad_norm))
+        parts = [f"{name} is {_number(value)}" for name, value in numbers if not math.isfinite(value)]
+        parts = parts or ["another process has a loss or gradient that is not finite"]
+        if modules := [name for name, norm in norms.items() if not math.isfinite(norm)]:
+            rest = f" and {len(modules) - 3} more modules" if len(modules) > 3 else ""
+            parts.append(f"with gradients that are not finite in {', '.join(modules[:3])}{rest}")
+        what = f"step {facts.step}: {', '.join(parts)}"
+
+        if self._policy == "stop" or self.skipped >= self._limit:
+            if self._policy == "skip":
+                what += f", and {self.skipped} steps were skipped before, all that max_skipped_steps allows"
             raise NonFiniteError(
-                f"{what}, and {self.skipped} steps were skipped before, all that max_skipped_steps allows. "
-                f"No weight was changed. {_advice(report)}"
+                f"{what}. No weight was changed. The batch is in {report}. Lower learning_rate or max_grad_norm, or "
+                f"raise temperature; if the same rows come up again, look at them; or set nonfinite_policy: skip."
             )
         self.skipped += 1
         _log.warning("%s; step skipped (%d of at most %d), see %s", what, self.skipped, self._limit, report)
@@ -93,7 +103,7 @@ class NonFiniteGuard:
     def _report(self, facts: StepFacts, norms: Mapping[str, float]) -> Path:
         """Write what is known of the step; a disk that refuses must not hide the numbers' own error."""
         path = Path(f"nonfinite-step-{facts.step}.json")
-        if self._folder is None:
+        if self._folder is None:  # the rank that writes has the same batch and norms
             return path
         path = self._folder / path
         content = {
@@ -110,27 +120,6 @@ class NonFiniteGuard:
         except OSError as error:
             _log.warning("%s can't be written: %s", path, error)
         return path
-
-
-def _describe(facts: StepFacts, norms: Mapping[str, float]) -> str:
-    """Say which numbers of a step are not finite."""
-    parts = [
-        f"{name} is {_number(value)}"
-        for name, value in (("the loss", facts.loss), ("the gradient norm", facts.grad_norm))
-        if not math.isfinite(value)
-    ] or ["another process has a loss or gradient that is not finite"]
-    modules = [name for name, norm in norms.items() if not math.isfinite(norm)]
-    if modules:
-        rest = f" and {len(modules) - 3} more modules" if len(modules) > 3 else ""
-        parts.append(f"with gradients that are not finite in {', '.join(modules[:3])}{rest}")
-    return f"step {facts.step}: {', '.join(parts)}"
-
-
-def _advice(report: Path) -> str:
-    return (
-        f"The batch is in {report}. Lower learning_rate or max_grad_norm, or raise temperature; "
-        "if the same rows come up again, look at them; or set nonfinite_policy: skip."
-    )
 
 
 def _number(value: float) -> float | str:

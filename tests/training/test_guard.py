@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.errors import NonFiniteError
-from vembed.training.guards import NonFiniteGuard, StepFacts
+from vembed.training.guard import NonFiniteGuard, StepFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

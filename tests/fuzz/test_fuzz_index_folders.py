@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from folder_bends import ways
+from folder_bends import Bend, ways
 from fuzz_bytes import check_message
 from fuzz_limits import within_limits
 
@@ -23,7 +23,6 @@ from vembed.vectors.store import VectorStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from folder_bends import Bend
     from numpy.typing import NDArray
 
     from vembed.workflows.search.index import Hit
@@ -89,6 +88,14 @@ def test_a_few_bent_folders(made: Callable[[str], Path], tmp_path: Path) -> None
         came = [check(bend, whole, tmp_path / "bent", wanted) for bend in islice(ways(whole), 40)]
         # The file of checksums may be missing, and blanks in it turned over.
         assert came.count("refused") >= 36
+
+
+def test_a_description_that_nests_deeper_than_python_reads_is_refused(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    whole = made("Flat")
+    bend = Bend("meta.json", "nested deeply", lambda path: path.write_bytes(b"[" * 100_000))
+    assert check(bend, whole, tmp_path / "bent", answers(whole)) == "refused"
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def is_index(folder: Path) -> bool:
     """Return whether a folder holds an index, whole or not."""
     try:
         content = json.loads((folder / META_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("kind") == KIND
 
@@ -180,7 +180,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path.parent} holds no index: there is no {path.name}; make one with vembed encode")
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read: {error}; encode the corpus again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__} instead of an object; encode the corpus again")

@@ -197,7 +197,7 @@ class SearchIndex:
             content = json.loads(os.pread(self._file.fileno(), stop - start, start))
             image = content.get("image")
             return StoredDocument(str(content["id"]), str(content["text"]), None if image is None else str(image))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._broken(DOCUMENTS_FILE, f"line {row + 1}: {error}") from error
 
     def thumbnail(self, row: int) -> bytes:

@@ -100,8 +100,13 @@ LATE: dict[str, tuple[str, dict[str, Any]]] = {
 def build(kind: str | tuple[str, dict[str, Any]], tile_size: int, dimension: int = 16) -> BatchLoss:
     """Make a loss as a run does, in float64: of a row by its name, or of a loss by name and keys."""
     name, values = (KINDS | LATE)[kind] if isinstance(kind, str) else kind
-    keys = SimpleNamespace(**{key: info.get_default() for key, info in config_class().model_fields.items()} | values)
+    keys = keys_of(values)
     return RunLoss.chosen(name, keys.added_losses).build(keys, LossCommon(torch.float64, dimension, tile_size))
+
+
+def keys_of(values: dict[str, Any]) -> SimpleNamespace:
+    """Return the keys of a configuration, with values of some and the defaults of the others."""
+    return SimpleNamespace(**{key: info.get_default() for key, info in config_class().model_fields.items()} | values)
 
 
 def structure_for(kind: str, structure: BatchStructure) -> BatchStructure:

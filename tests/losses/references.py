@@ -1,8 +1,8 @@
 """Every loss from its definition: loops over queries, documents and pairs in float64, gradients by autograd.
 
 Nothing here is of the package but the tensors of `BatchStructure`, which `Facts` turns into Python's own numbers. A
-similarity is one scalar, so that a term of a loss is written as it stands in the paper. Only products of two rows, norms
-and log-sum-exps of lists are left to torch.
+similarity is one scalar, so that a term of a loss is written as it stands in the paper. Only products of two rows,
+norms and log-sum-exps of lists are left to torch.
 """
 
 from __future__ import annotations

@@ -237,8 +237,6 @@ class MemoryGuard:
             return
         kept_graphs = self.present.retain > 0 and any(call.retained for call in calls)
         kept_graphs = kept_graphs and not fit_one_chunk(calls, self.budget)  # a single chunk keeps its graph anyway
-        for call in calls:
-            call.graph = None
         numbers = torch.tensor([*_largest(calls), kept_graphs], device=self._device)
         rows, tokens, any_kept = self._ranks.max_(numbers).tolist()
         raise RepairNeeded(rows=rows, tokens=tokens, kept_graphs=any_kept > 0)

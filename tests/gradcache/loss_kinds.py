@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vembed.losses.base import BatchLoss, BatchStructure
 
 COLD = {"temperature": 0.1, "learn_temperature": True}
+SHARP = {"temperature": 0.012, "learn_temperature": True}  # logits too large to be exponentiated without a maximum
 BOTH = {"loss_bidirectional": True}
 CUT = {"mrl_dims": [16, 4], "mrl_weights": [2, 1]}
 OPEN = {"mask_false_negatives": False}
@@ -33,6 +34,8 @@ DIRECTIONS = ["query_to_document", "query_to_query", "document_to_query", "docum
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "one direction": ("infonce", COLD),
     "both directions": ("infonce", COLD | BOTH),
+    "one direction, sharp": ("infonce", SHARP),
+    "both directions, sharp": ("infonce", SHARP | BOTH | CUT),
     "prefixes": ("infonce", COLD | BOTH | CUT),
     "harder": ("infonce", COLD | BOTH | CUT | {"hardness_mode": "all_negatives", "hardness_strength": 3}),
     "harder of others": ("infonce", OPEN | {"hardness_mode": "in_batch_negatives", "focal_gamma": 0.5}),
@@ -46,6 +49,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "supcon, near": ("supcon", COLD | BOTH | CUT | NEAR),
     "supcon, taught": ("supcon", TAUGHT),
     "hardest": ("in_batch_hard", COLD | BOTH | CUT | {"hard_topk": 3}),
+    "hardest, sharp": ("in_batch_hard", SHARP | BOTH | {"hard_topk": 2}),
     "hardest, near": ("in_batch_hard", NEAR | {"hard_topk": 2}),
     "hardest, taught": ("in_batch_hard", TAUGHT | {"hard_topk": 2}),
     "hardest of all": ("in_batch_hard", OPEN | {"use_all_negatives": True}),
@@ -92,6 +96,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 LATE: dict[str, tuple[str, dict[str, Any]]] = {
     "colbert": ("colbert", COLD),
     "colbert in both directions": ("colbert", COLD | BOTH | {"maxsim_sum": True}),
+    "colbert, sharp": ("colbert", SHARP | BOTH),
     "colbert, unmasked": ("colbert", OPEN),
 }
 """Of encoders with several vectors for each row."""

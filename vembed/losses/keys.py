@@ -543,13 +543,12 @@ class TripletKeys(OurLoss, CellKeys):
 
     @property
     def tile_blocks(self) -> tuple[int, int]:
-        """The logits, the excess of some pairs, and the violations."""
-        return 3 + self.filter_blocks, 0
-
-    @property
-    def query_copies(self) -> int:
-        """Rows of pairs whose similarity is known first; triplets have those of their cells."""
-        return 1 if self.triplet_negatives == "all" else 6
+        """The logits, the excess of some pairs and the violations; of triplets of cells, rows of both sides."""
+        if self.triplet_negatives == "all":
+            return 3 + self.filter_blocks, 0
+        # Rows of one block of cells live until those of the next are made. Listed negatives are found without a tile.
+        logits = 1 if self.triplet_negatives == "hardest" else 0
+        return logits + 4 + self.filter_blocks, 0
 
     @property
     def row_negatives(self) -> str:

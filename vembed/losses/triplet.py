@@ -40,7 +40,7 @@ from vembed.losses.streamed import (
     empty_gradients,
     streamed_options,
 )
-from vembed.losses.tiles import pair_similarity, weighted_similarities
+from vembed.losses.tiles import weighted_similarities
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,8 +120,8 @@ class TripletLoss(CellLoss):
         """Begin the counts of the triplets that exceed 0."""
         tiles = self.tiles(batch, scale=1.0)
         cells = tiles.cells
-        q_PE, d_PE = batch.q_QE[cells.pair_rows].to(tiles.dtype), batch.d_DE[cells.pair_columns].to(tiles.dtype)
-        positives_KP = torch.stack([pair_similarity(q_PE, d_PE, dim) for dim in self.prefix_dims])
+        pairs = cells.pair_rows, cells.pair_columns
+        positives_KP = torch.stack([tiles.cell_logits(prefix, pairs) for prefix in range(tiles.num_prefixes)])
         weights_K = torch.tensor(self.prefix_weights, dtype=tiles.dtype, device=tiles.device)
         return TripletSweep(tiles, self.margin, positives_KP, self._own_weights(batch, tiles), weights_K)
 

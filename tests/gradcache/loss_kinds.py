@@ -42,6 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "harder of its own": ("infonce", NEAR | {"hardness_mode": "hard_negatives"}),
     "taught": ("infonce", TAUGHT | COLD),
     "all directions": ("infonce", COLD | CUT | {"loss_directions": DIRECTIONS}),
+    "all directions, whole": ("infonce", COLD | {"loss_directions": DIRECTIONS}),
     "queries too": ("infonce", OPEN | {"loss_directions": DIRECTIONS[:2]}),
     "columns too": ("infonce", {"loss_directions": DIRECTIONS[::2], "focal_gamma": 0.5}),
     "documents too": ("infonce", {"loss_directions": DIRECTIONS[::3], "hardness_mode": "all_negatives"}),
@@ -131,6 +132,7 @@ def structure_for(kind: str, structure: BatchStructure) -> BatchStructure:
     if kind.startswith("listed") and kind != "listed triplet":
         rows = torch.arange(num_queries)
         pairs = [torch.stack([rows, (rows + step) % num_documents], dim=1) for step in range(3)]
+        pairs[1:] = [rows_P2[rows != num_queries - 2] for rows_P2 in pairs[1:]]  # one row has less to list
         listed = torch.cat([positives_P2, *pairs]).unique(dim=0)
     return replace(
         structure,

@@ -49,13 +49,13 @@ Found = tuple[float, torch.Tensor, dict[str, torch.Tensor]]
 def share_on(rank: int, kind: str) -> Found:
     loss, structure, z_NE, slots = setting(kind)
     found = LossStage(loss, Ranks.of_this_process()).run(z_NE[slots[rank]], structure, RowAssignment(slots))
-    return found.loss.item(), found.u_VE, found.own
+    return found.loss.item(), found.u_VE, found.parameters
 
 
 def alone(kind: str) -> Found:
     loss, structure, z_NE, _ = setting(kind)
     found = LossStage(loss, Ranks()).run(z_NE, structure, RowAssignment.alone(len(z_NE)))
-    return found.loss.item(), found.u_VE, found.own
+    return found.loss.item(), found.u_VE, found.parameters
 
 
 @pytest.mark.slow

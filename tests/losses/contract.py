@@ -142,7 +142,7 @@ class LossContract:
         for (loss, u_VE, own), vectors in zip(shares, [torch.arange(len(du_NE)), *_of_ranks(self.batch)], strict=True):
             sides = int((vectors < num_queries).sum()), int((vectors >= num_queries).sum())
             result = LossGradients(torch.tensor(loss, dtype=torch.float64), *u_VE.split(sides), own)
-            assert_equal(result, LossGradients(expected.loss, *du_NE[vectors].split(sides), expected.own))
+            assert_equal(result, LossGradients(expected.loss, *du_NE[vectors].split(sides), expected.parameters))
 
     def check_prefixes(self) -> None:
         """Prefixes are cut and normalised, and the mean of their losses is weighted."""
@@ -220,4 +220,4 @@ def loss_stage_on(rank: int, kind: str, ranks: Ranks | None = None) -> tuple[flo
         assignment = assignment.of_vectors(counts_N)
     stage = LossStage(build(kind, 4), ranks)
     result = stage.run(z_NE[vectors], batch.structure, assignment, counts_N=counts_N)
-    return result.loss.item(), result.u_VE, result.own
+    return result.loss.item(), result.u_VE, result.parameters

@@ -54,7 +54,7 @@ def test_value_and_gradients_equal_the_definition(kind: str, mask: bool) -> None
     for case in CASES.values():
         q, d, counts = vectors_of(case)
         expected = defined(loss, case, q, d, counts)
-        assert expected.own
+        assert expected.parameters
         assert_equal(streamed(loss, case, q, d, counts), expected)
 
 

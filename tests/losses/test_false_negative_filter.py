@@ -61,7 +61,7 @@ def test_what_is_found_equals_brute_force(by: Any, relative: bool, margin: float
             assert structure.teacher_Q is not None
             assert structure.teacher_D is not None
             judged = structure.teacher_Q @ structure.teacher_D.T
-        found_QD = rule.found(structure, similarity_QD, positive_mask(structure))
+        found_QD = rule.false_negatives(structure, similarity_QD, positive_mask(structure))
         for i in range(len(case.queries)):
             best = max(judged[i, j].item() for query, j in case.positives if query == i)
             limit = best - (abs(best) * margin if relative else margin)
@@ -106,7 +106,7 @@ def test_rounding_does_not_decide_about_copies_of_the_positive(by: Any) -> None:
     q_QE = torch.nn.functional.normalize(rows + 0.2 * torch.randn(24, 384), dim=-1)
     structure = replace(case.structure, teacher_Q=q_QE, teacher_D=d_DE)
     rule = FalseNegativeFilter(by, 0.0, relative=True)
-    assert not rule.found(structure, q_QE @ d_DE.T, positive_mask(structure)).any()
+    assert not rule.false_negatives(structure, q_QE @ d_DE.T, positive_mask(structure)).any()
     losses = []
     for options in ({}, *({"negative_filter": rule, "tile_size": size} for size in (5, 7, 64))):
         loss, batch = InfoNCE(temperature=0.05, **options), StreamedBatch(q_QE, d_DE, structure)

@@ -106,10 +106,10 @@ def test_lists_keep_the_first_of_equal_numbers_and_let_not_a_number_through() ->
     for first in (0, 1, 3):
         last = {0: 1, 1: 3, 3: 6}[first]
         found.add_logits((0, slice(0, 2)), numbers[:, first:last].contiguous(), first)
-    assert [sorted(row) for row in found.places[0].tolist()] == [[0, 1, 2, 4], [0, 1, 2, 3]]
+    assert [sorted(row) for row in found.positions[0].tolist()] == [[0, 1, 2, 4], [0, 1, 2, 3]]
     found.add_logits((0, slice(1, 2)), torch.full((1, 6), torch.nan), 6)
     assert found.logits[0, 1].isnan().all()
-    assert 0 <= found.places.min() <= found.places.max() < 12
+    assert 0 <= found.positions.min() <= found.positions.max() < 12
 
 
 def test_the_keys_make_it() -> None:

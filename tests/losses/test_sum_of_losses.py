@@ -95,7 +95,9 @@ def test_a_sum_is_the_sum_of_its_parts(sizes: tuple[int, ...]) -> None:
     for case in (graded(13, 29, grades=4), random_case(3, num_queries=13, num_documents=29, texts=25)):
         q_QE, d_DE = rows_of(case, tight=0.5)
         each = [(weight, defined(part, case, q_QE, d_DE)) for weight, part in parts()]
-        own = {f"parts.{place}.{name}": w * g for place, (w, it) in enumerate(each) for name, g in it.own.items()}
+        own = {
+            f"parts.{place}.{name}": w * g for place, (w, it) in enumerate(each) for name, g in it.parameters.items()
+        }
         expected = LossGradients(
             torch.stack([weight * it.loss for weight, it in each]).sum(),
             torch.stack([weight * it.dq_QE for weight, it in each]).sum(0),

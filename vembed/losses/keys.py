@@ -133,7 +133,7 @@ class LossChoice(Section):
 
 
 class LossKeys(TileKeys, PrefixKeys, MaskKeys, LossChoice):
-    """What is minimised."""
+    """The loss of a run, and keys that most losses take."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -358,7 +358,7 @@ class InBatchHardKeys(SoftmaxKeys):
 
     @property
     def numbers_kept(self) -> tuple[int, int]:
-        """Numbers kept of each query and document: logits and places of each prefix, and the slopes of one."""
+        """Numbers kept of each query and document: logits and positions of each prefix, and the slopes of one."""
         if self.use_all_negatives:
             return 0, 0
         of_each = self.hard_topk * (2 * len(self.mrl_dims or [0]) + 4)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vembed.losses.base import BatchLoss, BatchStructure
 
 COLD = {"temperature": 0.1, "learn_temperature": True}
+SHARP = {"temperature": 0.012, "learn_temperature": True}  # logits too large to be exponentiated without a maximum
 BOTH = {"loss_bidirectional": True}
 CUT = {"mrl_dims": [16, 4], "mrl_weights": [2, 1]}
 OPEN = {"mask_false_negatives": False}
@@ -33,12 +34,15 @@ DIRECTIONS = ["query_to_document", "query_to_query", "document_to_query", "docum
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "one direction": ("infonce", COLD),
     "both directions": ("infonce", COLD | BOTH),
+    "one direction, sharp": ("infonce", SHARP),
+    "both directions, sharp": ("infonce", SHARP | BOTH | CUT),
     "prefixes": ("infonce", COLD | BOTH | CUT),
     "harder": ("infonce", COLD | BOTH | CUT | {"hardness_mode": "all_negatives", "hardness_strength": 3}),
     "harder of others": ("infonce", OPEN | {"hardness_mode": "in_batch_negatives", "focal_gamma": 0.5}),
     "harder of its own": ("infonce", NEAR | {"hardness_mode": "hard_negatives"}),
     "taught": ("infonce", TAUGHT | COLD),
     "all directions": ("infonce", COLD | CUT | {"loss_directions": DIRECTIONS}),
+    "all directions, whole": ("infonce", COLD | {"loss_directions": DIRECTIONS}),
     "queries too": ("infonce", OPEN | {"loss_directions": DIRECTIONS[:2]}),
     "columns too": ("infonce", {"loss_directions": DIRECTIONS[::2], "focal_gamma": 0.5}),
     "documents too": ("infonce", {"loss_directions": DIRECTIONS[::3], "hardness_mode": "all_negatives"}),
@@ -46,6 +50,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "supcon, near": ("supcon", COLD | BOTH | CUT | NEAR),
     "supcon, taught": ("supcon", TAUGHT),
     "hardest": ("in_batch_hard", COLD | BOTH | CUT | {"hard_topk": 3}),
+    "hardest, sharp": ("in_batch_hard", SHARP | BOTH | {"hard_topk": 2}),
     "hardest, near": ("in_batch_hard", NEAR | {"hard_topk": 2}),
     "hardest, taught": ("in_batch_hard", TAUGHT | {"hard_topk": 2}),
     "hardest of all": ("in_batch_hard", OPEN | {"use_all_negatives": True}),
@@ -92,6 +97,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 LATE: dict[str, tuple[str, dict[str, Any]]] = {
     "colbert": ("colbert", COLD),
     "colbert in both directions": ("colbert", COLD | BOTH | {"maxsim_sum": True}),
+    "colbert, sharp": ("colbert", SHARP | BOTH),
     "colbert, unmasked": ("colbert", OPEN),
 }
 """Of encoders with several vectors for each row."""
@@ -100,8 +106,13 @@ LATE: dict[str, tuple[str, dict[str, Any]]] = {
 def build(kind: str | tuple[str, dict[str, Any]], tile_size: int, dimension: int = 16) -> BatchLoss:
     """Make a loss as a run does, in float64: of a row by its name, or of a loss by name and keys."""
     name, values = (KINDS | LATE)[kind] if isinstance(kind, str) else kind
-    keys = SimpleNamespace(**{key: info.get_default() for key, info in config_class().model_fields.items()} | values)
+    keys = keys_of(values)
     return RunLoss.chosen(name, keys.added_losses).build(keys, LossCommon(torch.float64, dimension, tile_size))
+
+
+def keys_of(values: dict[str, Any]) -> SimpleNamespace:
+    """Return the keys of a configuration, with values of some and the defaults of the others."""
+    return SimpleNamespace(**{key: info.get_default() for key, info in config_class().model_fields.items()} | values)
 
 
 def structure_for(kind: str, structure: BatchStructure) -> BatchStructure:
@@ -121,6 +132,7 @@ def structure_for(kind: str, structure: BatchStructure) -> BatchStructure:
     if kind.startswith("listed") and kind != "listed triplet":
         rows = torch.arange(num_queries)
         pairs = [torch.stack([rows, (rows + step) % num_documents], dim=1) for step in range(3)]
+        pairs[1:] = [rows_P2[rows != num_queries - 2] for rows_P2 in pairs[1:]]  # one row has less to list
         listed = torch.cat([positives_P2, *pairs]).unique(dim=0)
     return replace(
         structure,

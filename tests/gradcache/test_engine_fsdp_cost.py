@@ -62,10 +62,10 @@ def numbers_on(rank: int, retain: float) -> list[tuple[int, list[bool], list[int
     assignment = assignment_of(case, "uneven")
     pools = pools_of(case, assignment.slots[rank], spare=True)
     device = torch.device("cpu")
-    calls = plan_calls(pools, assignment.places(rank), ChunkBudget(2, 10**6), Retention(retain), device)
+    calls = plan_calls(pools, assignment.positions(rank), ChunkBudget(2, 10**6), Retention(retain), device)
     together = equal_calls(calls, pools, Ranks.of_this_process(), device)
     of_pools = [[call for call in together if call.pool is pool] for pool in pools]
-    return [(len(own), [call.retained for call in own], [len(call.places) for call in own]) for own in of_pools]
+    return [(len(own), [call.retained for call in own], [len(call.positions) for call in own]) for own in of_pools]
 
 
 @pytest.mark.parametrize("retain", [0.0, 0.4, 1.0])

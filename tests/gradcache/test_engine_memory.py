@@ -1,5 +1,6 @@
 """Out of memory: the same step again in smaller chunks, and nothing of the first attempt left."""
 
+import gc
 import subprocess
 import sys
 from typing import Any
@@ -173,6 +174,36 @@ def test_graphs_are_dropped_before_chunks_are_halved_and_kept_again_in_the_next_
     assert encoder.calls < 2 * after[0].num_chunks  # its graphs are kept again
     assert_bit_equal(after, undisturbed)
     assert (engine.limits.rows, engine.limits.retain, engine.limits.ran_out) == (4, retain, True)
+
+
+@pytest.mark.parametrize("where", ["pass 1", "loss", "pass 2"])
+def test_no_graph_of_a_failed_attempt_is_alive_when_the_next_begins(where: str) -> None:
+    """Kept graphs die with the attempt that made them: nothing but its frames and its error holds its calls."""
+    case, encoder = crowded_case(0.1, 3 if where == "pass 1" else 10**6)
+    loss = hungry_loss(1 if where == "loss" else 0)
+    options = EngineOptions(ChunkBudget(4, 10**6), CPU, retain=0.6)
+    engine = GradCacheEngine(loss, options, list(case.encoder.parameters()))
+    passes: Any = engine.passes
+    first, second, graphs_before, graphs_kept = passes.first, passes.second, [], []
+
+    def counting(calls: Any, **more: Any) -> torch.Tensor:
+        graphs_before.append(len(encoder.graphs))
+        return first(calls, **more)
+
+    def failing(*arguments: Any) -> torch.Tensor:
+        graphs_kept.append(len(encoder.graphs))
+        if where == "pass 2" and len(graphs_kept) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return second(*arguments)
+
+    passes.first, passes.second = counting, failing
+    gc.disable()  # a graph that waits for a collection holds its memory during the next attempt
+    try:
+        assert step(engine, case)[0].num_repairs == 1
+    finally:
+        gc.enable()
+    assert graphs_before == [0, 0]
+    assert where != "pass 2" or graphs_kept[0] > 3, "or this test shows nothing"
 
 
 def test_batches_of_one_optimizer_step_that_run_out_count_once() -> None:

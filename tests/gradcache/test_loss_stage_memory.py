@@ -33,7 +33,7 @@ VECTORS = {"late interaction": 4, "late interaction, both directions": 4}  # of 
 """With these the embeddings take ten times what the loss holds of the similarities, and as much as ten steps would."""
 
 
-def peak_on(rank: int, kind: str, world_size: int, uneven: int) -> int:
+def peak_on(rank: int, kind: str, world_size: int, uneven: int, tile: int = TILE) -> int:
     """Return the bytes of a rank's worst moment: its embeddings, and what the stage allocates beside them."""
     rows = np.arange(2 * PAIRS)
     slots = [rows[each::world_size] for each in range(world_size)]
@@ -52,8 +52,8 @@ def peak_on(rank: int, kind: str, world_size: int, uneven: int) -> int:
         document_ids_D=PAIRS + first,
         record_ids=tuple(range(PAIRS)),
     )
-    config = load_config(None, overrides(kind)).config
-    loss = config.run_loss().build(config, LossCommon(torch.float32, DIMENSION, TILE))
+    config = load_config(None, overrides(kind, tile)).config
+    loss = config.run_loss().build(config, LossCommon(torch.float32, DIMENSION, tile))
     torch.manual_seed(rank)
     z_VE = torch.nn.functional.normalize(torch.randn(vectors * len(slots[rank]), DIMENSION // vectors), dim=-1)
     ranks = Ranks() if world_size == 1 else Ranks.of_this_process()
@@ -102,11 +102,11 @@ NEAR = (
 )  # of two processes each holds less than the plan counts
 
 
-def overrides(kind: str) -> list[str]:
-    return ["model_name=m", f"global_batch_size={PAIRS}", f"loss_tile_size={TILE}", *KINDS[kind]]
+def overrides(kind: str, tile: int = TILE) -> list[str]:
+    return ["model_name=m", f"global_batch_size={PAIRS}", f"loss_tile_size={tile}", *KINDS[kind]]
 
 
-def planned(kind: str, world_size: int) -> int:
+def planned(kind: str, world_size: int, tile: int = TILE) -> int:
     """Return what the plan counts for the stage."""
     machine = Machine("cpu", "the CPU", 1 << 36, 1, fast_bf16=False)
     model = ModelSize.by_formula(
@@ -114,7 +114,7 @@ def planned(kind: str, world_size: int) -> int:
         activation_bytes_per_token=1,
     )  # fmt: skip
     model = replace(model, vectors=(float(VECTORS.get(kind, 1)), 0.0))
-    config = load_config(None, overrides(kind)).config
+    config = load_config(None, overrides(kind, tile)).config
     plan = make_plan(config, machine, model, DataSize(PAIRS, 1.0), devices=Devices.of(machine, world_size))
     return plan.bytes_per_device.loss + plan.bytes_per_device.embeddings
 
@@ -137,6 +137,13 @@ def test_the_loss_stage_holds_what_the_plan_counts(two_ranks: RankPool, kind: st
 @pytest.mark.parametrize("kind", NEAR)
 def test_one_process_holds_what_the_plan_counts(kind: str) -> None:
     assert planned(kind, 1) == pytest.approx(peak_on(0, kind, 1, 0), rel=0.05)
+
+
+@pytest.mark.parametrize("tile", [TILE // 2, 4 * TILE])
+@pytest.mark.parametrize("kind", ["triplet", "hardest triplet"])
+def test_triplets_hold_the_rows_of_a_block_of_cells_whatever_their_number(kind: str, tile: int) -> None:
+    """A block of cells has as many numbers as a tile: the queries fill 192 of them, or 3."""
+    assert planned(kind, 1, tile) == pytest.approx(peak_on(0, kind, 1, 0, tile), rel=0.05)
 
 
 def test_every_loss_over_the_matrix_has_a_kind() -> None:

@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from engine_cases import random_batch
 from loss_cases import LossCase
-from loss_kinds import KINDS, build, structure_for
-from streamed_cases import assert_equal, defined, over_ranks, streamed
+from loss_kinds import KINDS, LATE, build, keys_of, structure_for
+from references import reference
+from streamed_cases import Counts, assert_equal, defined, over_ranks, streamed
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from vembed.losses.base import BatchStructure
+from vembed.distributed.ranks import Ranks
+from vembed.gradcache.chunks import RowAssignment
+from vembed.gradcache.loss_stage import LossStage
 from vembed.losses.registry import loss_section
 from vembed.losses.streamed import LossGradients, StreamedLoss
 
-NUM_QUERIES, NEGATIVES, DIMENSION = 9, [0, 3, 1, 7, 0, 0, 2, 1, 1], 16
+if TYPE_CHECKING:
+    from rank_pool import RankPool
+
+    from vembed.losses.base import BatchStructure
+
+EVERY_KIND = KINDS | LATE
+
+CASE = LossCase(
+    ("q0", "q1", "q2", "again", "again", "its own positive", "q6", "copied"),
+    ("a", "a", "c", "s", "t", "its own positive", "far", "copied", "b", "t", "d", "a", "far", "e", "c"),
+    ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (5, 10), (7, 2), (7, 13)),
+)
+"""Every kind of false negative: a positive text that stands twice, among positives and among hard negatives; a query
+that stands twice with another positive; a document that repeats a query, and one that is its own positive. Two queries
+share a positive, some have two, and one has none."""
+
+NAMED = torch.tensor([[0, 8], [0, 9], [1, 6], [2, 7], [2, 8], [5, 11], [6, 12], [7, 14]])
+"""Hard negatives of the queries' rows; `structure_for` makes the first and every fourth a second positive."""
+
+DIMENSION = 16
 TILES = (1, 2, 5, 100)
 """One cell, tiles that end inside rows of unequal positives, and one tile around everything."""
 
-SHARES = ((9,), (4, 0, 5), (3, 3, 3))
+SHARES = ((8,), (3, 0, 5), (2, 3, 3))
 """Queries of each rank; one of three may have none."""
 
 SHARPEST = 0.001
@@ -31,11 +53,12 @@ SHARPEST = 0.001
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch whose rows have weights, some with several positives or a weight of 0, and its embeddings."""
+    """A batch whose rows have weights, and its embeddings."""
 
     structure: BatchStructure
     q_QE: Tensor
     d_DE: Tensor
+    counts: Counts = None  # vectors of each row, where a loss takes several
 
     @property
     def queries(self) -> range:
@@ -43,12 +66,17 @@ class Batch:
 
     @classmethod
     def of(cls, kind: str, dtype: torch.dtype = torch.float64) -> Batch:
-        structure = BatchStructure.of(random_batch(NUM_QUERIES, NEGATIVES, np.random.default_rng(1)))
-        structure = structure_for(kind, structure)
-        draw = torch.Generator().manual_seed(3)
-        rows = torch.randn(NUM_QUERIES + structure.num_documents, DIMENSION, generator=draw, dtype=torch.float64)
+        structure = structure_for(kind, replace(CASE.structure, negatives_P2=NAMED))
+        counts = None
+        if kind in LATE:
+            draw = np.random.default_rng(2)
+            counts = draw.integers(1, 4, structure.num_queries), draw.integers(1, 5, structure.num_documents)
+        numbers = (
+            [structure.num_queries, structure.num_documents] if counts is None else [side.sum() for side in counts]
+        )
+        rows = torch.randn(sum(numbers), DIMENSION, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         rows = normalize(rows + rows[:1], dim=1).to(dtype)  # so near that losses that spread them have something to do
-        return cls(structure, rows[:NUM_QUERIES], rows[NUM_QUERIES:])
+        return cls(structure, *rows.split([int(number) for number in numbers]), counts)
 
 
 class LossContract:
@@ -56,7 +84,7 @@ class LossContract:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.name, self.values = KINDS[kind]
+        self.name, self.values = EVERY_KIND[kind]
         self.batch: Any = Batch.of(kind)  # `streamed_cases` reads the structure and the number of queries of a case
 
     def loss(self, tile_size: int = 5, **changed: Any) -> Any:
@@ -71,75 +99,125 @@ class LossContract:
         is_sum = self.name == "distillation" or "added_losses" in self.values
         return self.has_key("mask_false_negatives") and not is_sum
 
-    @property
-    def weighs_by_constants(self) -> bool:
-        """Whether it weighs cells or queries by similarities that it doesn't differentiate."""
-        return bool(self.values.get("focal_gamma") or self.values.get("hardness_mode"))
+    def expected(self, batch: Batch | None = None, **changed: Any) -> LossGradients:
+        """Return value and gradients of the loops of the definition."""
+        if batch is None and not changed:
+            return _expected(self.kind)
+        return by_loops((self.name, self.values | changed), batch or self.batch)
 
-    def defined(self, loss: Any | None = None) -> LossGradients:
-        return defined(loss or self.loss(), self.batch, self.batch.q_QE, self.batch.d_DE)
+    def streamed(self, loss: StreamedLoss, batch: Any | None = None) -> LossGradients:
+        batch = batch or self.batch
+        return streamed(loss, batch, batch.q_QE, batch.d_DE, batch.counts)
 
-    def check_tiles(self) -> None:
-        """Streamed in tiles of any size it has the value and gradients of its definition in plain autograd."""
-        expected = self.defined()
+    def check_definition(self) -> None:
+        """The whole matrix in plain autograd has the value and gradients of the loops."""
+        expected = self.expected()
         assert expected.loss > 0
         assert expected.dq_QE.abs().max() > 1e-6
+        batch = self.batch
+        assert_equal(defined(self.loss(), batch, batch.q_QE, batch.d_DE, batch.counts), expected)
+
+    def check_tiles(self) -> None:
+        """Streamed in tiles of any size it has the value and gradients of the loops."""
         for tile_size in TILES:
             loss = self.loss(tile_size)
             assert isinstance(loss.streamed, StreamedLoss)
-            assert_equal(streamed(loss, self.batch, self.batch.q_QE, self.batch.d_DE), expected)
+            assert_equal(self.streamed(loss), self.expected())
 
     def check_ranks(self) -> None:
         """The shares of ranks add up to the whole."""
-        expected = self.defined()
+        batch = self.batch
         for sizes in SHARES:
-            found = over_ranks(self.loss(), self.batch, self.batch.q_QE, self.batch.d_DE, sizes)
-            assert_equal(found, expected)
+            result = over_ranks(self.loss(), batch, batch.q_QE, batch.d_DE, sizes, batch.counts)
+            assert_equal(result, self.expected())
 
-    def check_differences(self) -> None:
-        """The gradient of the definition is the slope of its value."""
-        loss, batch = self.loss(), self.batch
-        draw = torch.Generator().manual_seed(5)
-        step_QE = torch.randn(batch.q_QE.shape, generator=draw, dtype=torch.float64)
-        step_DE = torch.randn(batch.d_DE.shape, generator=draw, dtype=torch.float64)
-        found, size = self.defined(), 1e-6
-        with torch.no_grad():
-            ahead, behind = (
-                loss(batch.q_QE + sign * size * step_QE, batch.d_DE + sign * size * step_DE, batch.structure)
-                for sign in (1, -1)
-            )
-        slope = ((ahead - behind) / (2 * size)).item()
-        expected = ((found.dq_QE * step_QE).sum() + (found.dd_DE * step_DE).sum()).item()
-        assert abs(slope - expected) < 1e-5 * max(1.0, abs(expected)), (slope, expected)
+    def check_processes(self, ranks: RankPool) -> None:
+        """The loss stage of two processes gives both the loss of the global batch, and each the gradients of its rows.
+
+        One process gives the same.
+        """
+        expected = self.expected()
+        du_NE, num_queries = torch.cat([expected.dq_QE, expected.dd_DE]), len(expected.dq_QE)
+        shares = [loss_stage_on(0, self.kind, Ranks()), *ranks.run(loss_stage_on, self.kind)]
+        for (loss, u_VE, own), vectors in zip(shares, [torch.arange(len(du_NE)), *_of_ranks(self.batch)], strict=True):
+            sides = int((vectors < num_queries).sum()), int((vectors >= num_queries).sum())
+            result = LossGradients(torch.tensor(loss, dtype=torch.float64), *u_VE.split(sides), own)
+            assert_equal(result, LossGradients(expected.loss, *du_NE[vectors].split(sides), expected.parameters))
 
     def check_prefixes(self) -> None:
-        """A loss of prefixes is the weighted mean of the loss of each, over embeddings that are cut and normalised."""
-        total, batch = 0.0, self.batch
-        for dim, weight in ((4, 1.0), (8, 3.0)):
-            whole = build((self.name, self.values | {"mrl_dims": None, "mrl_weights": None}), 5, dim)
-            sides = (normalize(side[:, :dim], dim=1) for side in (batch.q_QE, batch.d_DE))
-            total += weight / 4 * whole(*sides, batch.structure).item()
-        found = self.defined(self.loss(mrl_dims=[8, 4], mrl_weights=[3, 1])).loss.item()
-        assert abs(found - total) < 1e-10 * max(1.0, abs(total)), (found, total)
+        """Prefixes are cut and normalised, and the mean of their losses is weighted."""
+        cut = {"mrl_dims": [8, 4], "mrl_weights": [3, 1]}
+        assert_equal(self.streamed(self.loss(**cut)), self.expected(**cut))
 
     def check_sharpest(self) -> None:
-        """No exponential overflows in float32 at the sharpest temperature."""
+        """The sharpest temperature overflows nowhere in float32, and the digits stay that its logits have."""
         batch: Any = Batch.of(self.kind, torch.float32)
-        loss = self.loss(temperature=SHARPEST, learn_temperature=False).float()
-        found = streamed(loss, batch, batch.q_QE, batch.d_DE)
-        for tensor in (found.loss, found.dq_QE, found.dd_DE, *found.own.values()):
-            assert tensor.isfinite().all()
+        sharp = {"temperature": SHARPEST, "learn_temperature": False}
+        result = self.streamed(self.loss(**sharp).float(), batch)
+        assert result.dq_QE.dtype == torch.float32
+        # A similarity errs by 1e-7 in float32 and a logit by 1000 times as much, and so do the shares of a softmax.
+        exact = replace(batch, q_QE=batch.q_QE.double(), d_DE=batch.d_DE.double())
+        assert_equal(result, self.expected(exact, **sharp), 5e-4)
 
     def check_mask(self) -> None:
         """A document with the text of a positive isn't pushed away where masks are on, and is where they are off."""
         # One query asks, as the other has no weight; the third document repeats its positive.
         case = LossCase(("q0", "q1"), ("a", "b", "a", "c"), ((0, 0), (1, 1)), weights=(1.0, 0.0), teacher=True)
         structure = replace(case.structure, negatives_P2=torch.tensor([[0, 2], [0, 3]]))
-        d_DE = self.batch.d_DE[:4].clone()
-        d_DE[2] = normalize(self.batch.q_QE[0] + 0.3 * self.batch.q_QE[1], dim=0)  # so near that every loss sees it
-        batch: Any = replace(self.batch, structure=structure, q_QE=self.batch.q_QE[:2], d_DE=d_DE)
+        q_QE, d_DE = self.batch.q_QE[:2], self.batch.d_DE[:4].clone()
+        d_DE[2] = normalize(q_QE[0] + 0.3 * q_QE[1], dim=0)  # so near that every loss sees it
+        counts = None if self.batch.counts is None else (np.ones(2, dtype=np.int64), np.ones(4, dtype=np.int64))
+        batch = replace(self.batch, structure=structure, q_QE=q_QE, d_DE=d_DE, counts=counts)
+        more = {"false_negative_filter": "identity"} if self.has_key("false_negative_filter") else {}
         for mask in (True, False):
-            loss = self.loss(mask_false_negatives=mask, loss_bidirectional=False, false_negative_filter="identity")
-            found = streamed(loss, batch, batch.q_QE, batch.d_DE)
-            assert_equal(found, defined(loss, batch, batch.q_QE, batch.d_DE))
-            assert (found.dd_DE[2].abs().max() < 1e-12) == mask, (mask, found.dd_DE)
+            changed = {"mask_false_negatives": mask, "loss_bidirectional": False, **more}
+            result = self.streamed(self.loss(**changed), batch)
+            assert_equal(result, self.expected(batch, **changed))
+            assert (result.dd_DE[2].abs().max() < 1e-12) == mask, (mask, result.dd_DE)
+
+
+@functools.cache
+def _expected(kind: str) -> LossGradients:
+    return by_loops(EVERY_KIND[kind], Batch.of(kind))
+
+
+def by_loops(loss: tuple[str, dict[str, Any]], batch: Batch) -> LossGradients:
+    """Return value and gradients of a loss and values of its keys from the loops of its definition."""
+    name, values = loss
+    own = {key: value.detach().requires_grad_() for key, value in build(loss, 5).named_parameters()}
+    q_QE, d_DE = batch.q_QE.detach().requires_grad_(), batch.d_DE.detach().requires_grad_()
+    rows: list[Any] = [list(q_QE), list(d_DE)]
+    if batch.counts is not None:
+        rows = [side.split(counts.tolist()) for side, counts in zip((q_QE, d_DE), batch.counts, strict=True)]
+    value = reference(name, keys_of(values), batch.structure, *rows, own)
+    dq_QE, dd_DE, *rest = torch.autograd.grad(value, [q_QE, d_DE, *own.values()], materialize_grads=True)
+    return LossGradients(value.detach(), dq_QE, dd_DE, dict(zip(own, rest, strict=True)))
+
+
+def _of_ranks(batch: Batch) -> list[Tensor]:
+    """Return the vectors of [queries; documents] that each of two processes has: rows in no order of sides."""
+    counts = [1] * (batch.structure.num_queries + batch.structure.num_documents)
+    if batch.counts is not None:
+        counts = np.concatenate(batch.counts).tolist()
+    vectors = torch.arange(sum(counts)).split(counts)
+    return [torch.cat([vectors[row] for row in rows]) for rows in _slots(len(counts))]
+
+
+def _slots(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    rows = np.random.default_rng(3).permutation(num_rows)
+    return np.sort(rows[: num_rows // 3]), np.sort(rows[num_rows // 3 :])
+
+
+def loss_stage_on(rank: int, kind: str, ranks: Ranks | None = None) -> tuple[float, Tensor, dict[str, Tensor]]:
+    """Return the loss, and the gradients of this rank's vectors and of the loss's parameters; all of them on one."""
+    batch, ranks = Batch.of(kind), ranks or Ranks.of_this_process()
+    z_NE, counts_N = torch.cat([batch.q_QE, batch.d_DE]), None
+    num_rows = batch.structure.num_queries + batch.structure.num_documents
+    assignment = RowAssignment.alone(num_rows) if ranks.is_one else RowAssignment(_slots(num_rows))
+    vectors = slice(None) if ranks.is_one else _of_ranks(batch)[rank]
+    if batch.counts is not None:
+        counts_N = np.concatenate(batch.counts)
+        assignment = assignment.of_vectors(counts_N)
+    stage = LossStage(build(kind, 4), ranks)
+    result = stage.run(z_NE[vectors], batch.structure, assignment, counts_N=counts_N)
+    return result.loss.item(), result.u_VE, result.parameters

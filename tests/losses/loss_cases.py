@@ -1,4 +1,4 @@
-"""Batches whose structure is written out, and the loss by the slow loops of its definition."""
+"""Batches whose structure is written out, and their false negatives by brute force."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from vembed.batch import ContrastiveBatch, content_id
 from vembed.losses.base import BatchStructure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
 
@@ -114,33 +112,6 @@ def masked_cells(case: LossCase) -> set[tuple[int, int]]:
             if known or query.strip() == document.strip():
                 cells.add((i, j))
     return cells
-
-
-def slow_infonce(
-    case: LossCase, q_QE: Tensor, d_DE: Tensor, scale: Tensor, *, bidirectional: bool, mask: bool
-) -> Tensor:
-    """Return InfoNCE cell by cell: exp and sum, no matrix product, no log-sum-exp."""
-    masked = masked_cells(case) if mask else set()
-    cells = {
-        (i, j): (scale * sum(q_QE[i, e] * d_DE[j, e] for e in range(q_QE.shape[1]))).exp()
-        for i in range(len(case.queries))
-        for j in range(len(case.documents))
-        if (i, j) not in masked
-    }
-
-    def direction(groups: Sequence[list[tuple[int, int]]]) -> Tensor:
-        terms = []
-        for group in groups:
-            wanted = [cells[cell] for cell in group if cell in case.positives]
-            everything = [cells[cell] for cell in group]
-            terms.append(-torch.log(torch.stack(wanted).sum() / torch.stack(everything).sum()))
-        return torch.stack(terms).sum() / len(terms)
-
-    loss = direction([[cell for cell in cells if cell[0] == i] for i in range(len(case.queries))])
-    if not bidirectional:
-        return loss
-    columns = sorted({document for _, document in case.positives})
-    return (loss + direction([[cell for cell in cells if cell[1] == j] for j in columns])) / 2
 
 
 def log_scale(temperature: float) -> float:

@@ -65,7 +65,7 @@ def over_ranks(
         torch.stack([share.loss for share in shares]).sum(),
         torch.cat([share.dq_QE for share in shares]),
         torch.stack([share.dd_DE for share in shares]).sum(0),
-        {name: torch.stack([share.own[name] for share in shares]).sum(0) for name in shares[0].own},
+        {name: torch.stack([share.parameters[name] for share in shares]).sum(0) for name in shares[0].parameters},
     )
 
 
@@ -96,7 +96,7 @@ def assert_equal(found: LossGradients, expected: LossGradients, tolerance: float
         "loss": (found.loss, expected.loss),
         "dq": (found.dq_QE, expected.dq_QE),
         "dd": (found.dd_DE, expected.dd_DE),
-        **{name: (found.own[name], value) for name, value in expected.own.items()},
+        **{name: (found.parameters[name], value) for name, value in expected.parameters.items()},
     }
     for name, (ours, reference) in pairs.items():
         assert ours.shape == reference.shape, name

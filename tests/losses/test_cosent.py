@@ -1,4 +1,4 @@
-"""CoSENT equals its definition by double loops over pairs, streamed and whole, in value and gradient, on any ranks."""
+"""CoSENT of positives equals double loops over pairs; batches without an order, large scales, half precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from loss_cases import CASES, LossCase, masked_cells, plain
-from streamed_cases import assert_equal, over_ranks, random_case, streamed, unit_rows
+from streamed_cases import assert_equal, over_ranks, streamed, unit_rows
 
 from vembed.batch import ContrastiveBatch
 from vembed.losses.cosent import CosentLoss
@@ -85,28 +85,13 @@ def test_positives_against_all_other_cells_equal_the_loops(prefixes: str, mask: 
         assert_equal(streamed(loss, case, q_QE, d_DE), expected)
 
 
-@pytest.mark.parametrize("grades", [1, 2, 4, 100])
-@pytest.mark.parametrize("prefixes", PREFIXES)
-def test_pairs_with_grades_equal_the_loops(prefixes: str, grades: int) -> None:
-    case, loss = graded(5, 17, grades=grades), make(prefixes=PREFIXES[prefixes])
+@pytest.mark.parametrize("sizes", [(13,), (7, 6), (5, 0, 8)])
+def test_grades_have_an_order_in_a_batch_without_positives(sizes: tuple[int, ...]) -> None:
+    case, loss = unrelated(graded(13, 29, grades=4)), make()
     q_QE, d_DE = case.embeddings()
     expected = looped(loss, case, q_QE, d_DE)
-    assert (expected.loss == 0) == (grades == 1), "pairs of one grade have no order"
-    assert_equal(whole(loss, case, q_QE, d_DE), expected)
-    assert_equal(streamed(loss, case, q_QE, d_DE), expected)
-
-
-@pytest.mark.parametrize("sizes", [(13,), (7, 6), (5, 0, 8)])
-@pytest.mark.parametrize("tile_size", [1, 5, 1000])
-def test_neither_tiles_nor_ranks_change_anything(tile_size: int, sizes: tuple[int, ...]) -> None:
-    of_grades = graded(13, 29, grades=4)
-    cases = random_case(3, num_queries=13, num_documents=29, texts=25), of_grades, unrelated(of_grades)
-    for case in cases:
-        for prefixes in PREFIXES.values():
-            loss = make(tile_size=tile_size, prefixes=prefixes)
-            q_QE, d_DE = case.embeddings()
-            expected = whole(loss, case, q_QE, d_DE)
-            assert_equal(over_ranks(loss, case, q_QE, d_DE, sizes), expected)
+    assert expected.loss > 0
+    assert_equal(over_ranks(loss, case, q_QE, d_DE, sizes), expected)
 
 
 def test_the_comparison_can_fail() -> None:

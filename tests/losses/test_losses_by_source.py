@@ -53,7 +53,7 @@ SLOTS = tuple(np.sort(part) for part in np.split(np.random.default_rng(0).permut
 def share_on(rank: int, source: int) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
     stage = LossStage(built(), Ranks.of_this_process())
     found = stage.run(embeddings()[SLOTS[rank]], batch(source), RowAssignment(SLOTS))
-    return found.loss.item(), found.u_VE, found.own
+    return found.loss.item(), found.u_VE, found.parameters
 
 
 def expected(source: int) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
@@ -81,7 +81,7 @@ def test_a_batch_has_the_loss_of_its_source(source: int) -> None:
     wanted = expected(source)
     assert wanted[0] > 0.01
     assert any(gradient.abs().max() > 0 for gradient in wanted[2].values()) == (source in (0, 2))
-    assert_same((found.loss.item(), found.u_VE, found.own), wanted, slice(None))
+    assert_same((found.loss.item(), found.u_VE, found.parameters), wanted, slice(None))
 
 
 @pytest.mark.slow

@@ -295,7 +295,7 @@ def test_the_sigmoid_loss_is_open_clips() -> None:
     expected = library.SigLipLoss()(q_QE, d_DE, log_scale.exp(), bias)
     slopes = torch.autograd.grad(expected, [q_QE, d_DE, log_scale, bias])
     found = streamed(ours, plain(COUNT, COUNT), q_QE, d_DE)
-    assert len(own) == len(found.own) == 2
+    assert len(own) == len(found.parameters) == 2
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for each, slope in zip((found.dq_QE, found.dd_DE, *found.own.values()), slopes, strict=True):
+    for each, slope in zip((found.dq_QE, found.dd_DE, *found.parameters.values()), slopes, strict=True):
         assert torch.allclose(each, slope, rtol=1e-6, atol=1e-9)

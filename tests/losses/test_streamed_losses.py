@@ -47,28 +47,6 @@ def test_the_temperatures_lie_on_both_sides_of_the_bound() -> None:
     assert 1 / WARM < BOUNDED_LOGIT < 1 / COLD
 
 
-@pytest.mark.parametrize("mask", [True, False])
-@pytest.mark.parametrize("prefixes", PREFIXES)
-@pytest.mark.parametrize("kind", LOSSES)
-def test_value_and_gradients_equal_the_definition(kind: str, prefixes: str, mask: bool) -> None:
-    loss = make(kind, prefixes=PREFIXES[prefixes], mask_false_negatives=mask, tile_size=2)
-    for case in CASES.values():
-        q_QE, d_DE = case.embeddings()
-        expected = defined(loss, case, q_QE, d_DE)
-        assert expected.own
-        assert_equal(streamed(loss, case, q_QE, d_DE), expected)
-
-
-@pytest.mark.parametrize("tile_size", [1, 3, 5, 29, 1000])
-@pytest.mark.parametrize("kind", LOSSES)
-def test_the_size_of_the_tiles_changes_nothing(kind: str, tile_size: int) -> None:
-    for prefixes in PREFIXES.values():
-        case = random_case(1, num_queries=8, num_documents=13, texts=14)
-        loss = make(kind, prefixes=prefixes, tile_size=tile_size)
-        q_QE, d_DE = case.embeddings()
-        assert_equal(streamed(loss, case, q_QE, d_DE), defined(loss, case, q_QE, d_DE))
-
-
 @pytest.mark.parametrize("kind", LOSSES)
 def test_random_batches_with_many_repeats_equal_the_definition(kind: str) -> None:
     for seed in range(8):
@@ -87,16 +65,6 @@ def test_the_comparison_can_fail() -> None:
     unmasked = make("one direction", mask_false_negatives=False)
     with pytest.raises(AssertionError):
         assert_equal(streamed(make("one direction"), case, q_QE, d_DE), defined(unmasked, case, q_QE, d_DE))
-
-
-@pytest.mark.parametrize("sizes", [(7, 6), (5, 0, 8), (4, 4, 4, 1)])
-@pytest.mark.parametrize("prefixes", ["whole", "weighted"])
-@pytest.mark.parametrize("kind", LOSSES)
-def test_the_shares_of_ranks_add_up_to_the_whole(kind: str, prefixes: str, sizes: tuple[int, ...]) -> None:
-    case = random_case(3, num_queries=13, num_documents=29, texts=25)
-    loss = make(kind, prefixes=PREFIXES[prefixes], tile_size=5)
-    q_QE, d_DE = case.embeddings()
-    assert_equal(over_ranks(loss, case, q_QE, d_DE, sizes), defined(loss, case, q_QE, d_DE))
 
 
 def test_a_positive_may_be_the_document_of_any_rank() -> None:

@@ -1,4 +1,4 @@
-"""A sum of losses is the sum of its parts, on any ranks, and the spread-out regulariser that of all products."""
+"""Sums of losses: their keys, bounds and refusals; and the spread-out regulariser where rows are far apart."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from loss_cases import LossCase, plain
+from loss_cases import plain
 from pydantic import ValidationError
-from streamed_cases import assert_equal, defined, over_ranks, random_case, streamed, unit_rows
-from test_cosent import graded
+from streamed_cases import assert_equal, streamed, unit_rows
 
 from vembed.config.load import load_config
 from vembed.config.schema import Config
@@ -28,8 +27,6 @@ from vembed.losses.tiles import Prefixes, weighted_similarities
 if TYPE_CHECKING:
     from torch import Tensor
 
-PREFIXES = {"whole": None, "weighted": Prefixes.of([5, 1, 3], [3, 1, 2])}
-
 
 def looped(loss: SpreadOutLoss, q_QE: Tensor, d_DE: Tensor) -> LossGradients:
     """Return the regulariser by all products of rows with rows."""
@@ -42,27 +39,6 @@ def looped(loss: SpreadOutLoss, q_QE: Tensor, d_DE: Tensor) -> LossGradients:
             second = (other.square().mean() - 1 / dim).relu()
             total = total + weight / 2 * (loss.mean * other.mean() ** 2 + loss.second_moment * second)
     return LossGradients(total.detach(), *torch.autograd.grad(total, [q, d]), {})
-
-
-def rows_of(case: LossCase, *, tight: float) -> tuple[Tensor, Tensor]:
-    """Return rows around one direction, the nearer the larger `tight` is."""
-    sides = (unit_rows(len(each), 5, seed=seed) for seed, each in enumerate((case.queries, case.documents)))
-    q_QE, d_DE = (torch.nn.functional.normalize(each + tight * each[:1], dim=1) for each in sides)
-    return q_QE, d_DE
-
-
-@pytest.mark.parametrize("sizes", [(13,), (7, 6), (5, 0, 8)])
-@pytest.mark.parametrize("prefixes", PREFIXES)
-@pytest.mark.parametrize("tight", [0.0, 1.0])
-def test_the_regulariser_is_its_definition_on_any_ranks(prefixes: str, sizes: tuple[int, ...], tight: float) -> None:
-    case = plain(13, 29)
-    q_QE, d_DE = rows_of(case, tight=tight)
-    for tile_size in (1, 9, 1000):
-        loss = SpreadOutLoss(mean=2.0, second_moment=3.0, prefixes=PREFIXES[prefixes], tile_size=tile_size)
-        expected = looped(loss, q_QE, d_DE)
-        assert expected.loss > 0
-        assert_equal(defined(loss, case, q_QE, d_DE), expected)
-        assert_equal(over_ranks(loss, case, q_QE, d_DE, sizes), expected)
 
 
 def test_rows_further_apart_than_random_ones_are_left_alone() -> None:
@@ -88,24 +64,6 @@ def parts(tile_size: int = 3) -> list[tuple[float, Any]]:
         (0.5, SigmoidLoss(init_logit_scale=2.0, init_logit_bias=-3.0, **common)),
         (0.7, InBatchHard(**infonce, hard_topk=3, bidirectional=True)),
     ]
-
-
-@pytest.mark.parametrize("sizes", [(13,), (7, 6)])
-def test_a_sum_is_the_sum_of_its_parts(sizes: tuple[int, ...]) -> None:
-    for case in (graded(13, 29, grades=4), random_case(3, num_queries=13, num_documents=29, texts=25)):
-        q_QE, d_DE = rows_of(case, tight=0.5)
-        each = [(weight, defined(part, case, q_QE, d_DE)) for weight, part in parts()]
-        own = {f"parts.{place}.{name}": w * g for place, (w, it) in enumerate(each) for name, g in it.own.items()}
-        expected = LossGradients(
-            torch.stack([weight * it.loss for weight, it in each]).sum(),
-            torch.stack([weight * it.dq_QE for weight, it in each]).sum(0),
-            torch.stack([weight * it.dd_DE for weight, it in each]).sum(0),
-            own,
-        )
-        total = SumLoss(parts())
-        assert own.keys() == dict(total.named_parameters()).keys()
-        assert_equal(defined(total, case, q_QE, d_DE), expected)
-        assert_equal(over_ranks(total, case, q_QE, d_DE, sizes), expected)
 
 
 def test_a_sum_with_a_part_that_does_not_stream_is_computed_whole_and_keeps_bounds_of_all() -> None:

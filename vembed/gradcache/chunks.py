@@ -17,9 +17,9 @@ Rows of encoders that take them end to end have no padding: a chunk is as many t
 
 Longest first: memory peaks in the first chunk, so that a batch that doesn't fit fails at once.
 
-`plan_calls`: a call is a chunk of one pool, with the places of its vectors and whether its graph is kept. A spare row
-is one that no loss sees: its embedding is thrown away and its gradient is zero. It is there where a rank must call an
-encoder that it has no rows for, or as often as the others do (`equal_calls`).
+`plan_calls`: a call is a chunk of one pool, with the positions of its vectors and whether its graph is kept. A spare
+row is one that no loss sees: its embedding is thrown away and its gradient is zero. It is there where a rank must call
+an encoder that it has no rows for, or as often as the others do (`equal_calls`).
 
 Shape legend: N rows of the batch of all ranks, V embedding vectors of this rank (one for each row, or several with
 token-level encoders), E dim.
@@ -56,9 +56,9 @@ SHORT_WIDTHS = 4
 """Widths for rows below a 16th of the longest: many rows in texts, but few of the tokens."""
 
 WANTED_CHUNKS, LEAST_TOKENS = 80, 16_384
-"""Where a batch makes fewer chunks, rows of too many lengths share one: the budget is halved once or twice, down to
-LEAST_TOKENS. Below that the host is slower than a fast device: for a chunk of 4,000 tokens of BERT-base (encode, encode
-again, backward) an H200 works 14 ms and the host takes 53, while halves of 16,384 tokens save 5% of the padding."""
+"""A batch that makes fewer chunks is cut finer, as rows of too many lengths would share one: its budget is halved once or
+twice, but not below LEAST_TOKENS, where the host is slower than a fast device. For a chunk of 4,000 tokens of BERT-base
+(encode, encode again, backward) an H200 works 14 ms and the host takes 53; quarters of 16,384 tokens pad 8% less."""
 
 LEAST_STEP, STEPS_PER_DOUBLING = 256, 8
 """Tokens of a packed chunk on an accelerator are rounded up to a step: an eighth of the power of two below, at least
@@ -92,23 +92,23 @@ class RowAssignment:
         """The rows as a gather puts them: those of rank 0 first."""
         return np.concatenate(self.slots)
 
-    def places(self, rank: int, counts_N: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-        """Return the place of each row's first vector among the vectors of a rank, (N,); -1 for the rows of others.
+    def positions(self, rank: int, counts_N: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Return the position of each row's first vector among the vectors of a rank, (N,); -1 for the rows of others.
 
         Args:
             counts_N: Vectors of each row; None where every row has one.
         """
         rows = self.slots[rank]
-        places_N = np.full(self.num_rows, -1, dtype=np.int64)
-        places_N[rows] = np.arange(len(rows)) if counts_N is None else np.cumsum(counts_N[rows]) - counts_N[rows]
-        return places_N
+        positions_N = np.full(self.num_rows, -1, dtype=np.int64)
+        positions_N[rows] = np.arange(len(rows)) if counts_N is None else np.cumsum(counts_N[rows]) - counts_N[rows]
+        return positions_N
 
-    def block_places(self) -> NDArray[np.int64]:
-        """Return the place of each row of the batch, (N,), where each rank has a block as large as the largest."""
-        places_N = np.empty(self.num_rows, dtype=np.int64)
+    def block_positions(self) -> NDArray[np.int64]:
+        """Return the position of each row of the batch, (N,), where each rank has a block as large as the largest."""
+        positions_N = np.empty(self.num_rows, dtype=np.int64)
         for rank, rows in enumerate(self.slots):
-            places_N[rows] = rank * max(self.counts) + np.arange(len(rows))
-        return places_N
+            positions_N[rows] = rank * max(self.counts) + np.arange(len(rows))
+        return positions_N
 
     def of_vectors(self, counts_N: NDArray[np.int64]) -> RowAssignment:
         """Return the assignment of the vectors, where row i has `counts_N[i]` of them and row i + 1 follows row i."""
@@ -158,6 +158,7 @@ def plan_chunks(lengths: NDArray[np.int64], budget: ChunkBudget, *, packed: bool
     Returns:
         Chunks that hold each row exactly once, spare ones left out; widest first, equal lengths keep their order.
     """
+    # Stable, so that the chunks of a batch depend on nothing but its lengths: the replay of a run cuts them alike.
     order = np.argsort(-lengths, kind="stable")
     sorted_lengths = np.maximum(lengths[order], 1)
     if packed:
@@ -180,6 +181,7 @@ def _end_to_end(order: NDArray[np.int64], lengths: NDArray[np.int64], budget: Ch
         count = max(1, min(fitting, budget.rows))
         tokens = int(ends[start + count] - ends[start])
         if budget.bucketed:
+            # The only shape that kernels see is the number of tokens: round it up to one of 8 for each doubling.
             step = max(LEAST_STEP, (1 << (tokens.bit_length() - 1)) // STEPS_PER_DOUBLING)
             tokens = max(tokens, min(-(-tokens // step) * step, budget.tokens))
         chunks.append(Chunk(order[start : start + count], tokens, packed=True))
@@ -220,7 +222,7 @@ def _in_buckets(order: NDArray[np.int64], lengths: NDArray[np.int64], budget: Ch
     widths = _bucket_widths(lengths)
     if len(order) <= budget.most_rows(int(widths[0])):
         return [Chunk(order, int(widths[0]))]
-    if widths[0] != widths[-1]:
+    if widths[0] != widths[-1]:  # rows of one length have nothing to gain from smaller chunks
         # Where chunks are few, each one spans many lengths: smaller ones pad less.
         tokens = budget.tokens
         for _ in range(2):
@@ -249,6 +251,8 @@ def _bucket_widths(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """
     if lengths.min() == lengths.max():
         return lengths
+    # Steps grow with the length, so that the share of padding is bounded and the number of shapes grows by the log of
+    # the longest only: 8 widths for each doubling down to a 16th of it, and 4 for all that is shorter.
     longest = 1 << (int(lengths.max()) - 1).bit_length()  # rounded up to a power of 2
     short = longest // 16
     doubling = 2 ** np.floor(np.log2(lengths)).astype(np.int64)
@@ -275,8 +279,8 @@ class Call:
 
     pool: Pool
     chunk: Chunk
-    places: Tensor  # of its vectors among this rank's, int64, on the device; spare rows are left out
-    own: Tensor | None = None  # which of its vectors these are, int64, on the device; None: all of them
+    positions: Tensor  # of its vectors among this rank's, int64, on the device; spare rows are left out
+    vectors: Tensor | None = None  # numbers of these among its vectors, int64, on the device; None: all of them
     retained: bool = False  # whether its graph is kept from pass 1
     frozen: bool = False  # whether its encoder needs no gradient; known after pass 1
     rng: RngState | None = None  # random state at its first time
@@ -284,27 +288,27 @@ class Call:
 
     @property
     def is_spare(self) -> bool:
-        """Whether none of its rows has a place."""
-        return len(self.places) == 0
+        """True where no loss sees any of its rows."""
+        return len(self.positions) == 0
 
     def inputs(self) -> dict[str, Tensor]:
         """Return the inputs of its encoder, on the CPU."""
         return self.pool.collate(self.pool.features, self.chunk.rows, self.chunk.width)
 
     def kept(self, z: Tensor) -> Tensor:
-        """Return the embeddings that have a place."""
-        return z if self.own is None else z[self.own]
+        """Return the embeddings that the loss sees."""
+        return z if self.vectors is None else z[self.vectors]
 
     def gradient(self, u_VE: Tensor, z: Tensor) -> Tensor:
         """Return the gradient of each embedding: zero for spare rows."""
-        if self.own is None:
-            return u_VE[self.places]
-        return torch.zeros_like(z).index_copy_(0, self.own, u_VE[self.places])
+        if self.vectors is None:
+            return u_VE[self.positions]
+        return torch.zeros_like(z).index_copy_(0, self.vectors, u_VE[self.positions])
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How much of a batch keeps its graphs; the smaller of the two limits wins.
+    """Share of a batch that keeps its graphs; the smaller of the two limits wins.
 
     A tower that turns out to be frozen has no graphs to keep, but its calls count: less memory is taken than was meant.
     """
@@ -336,8 +340,8 @@ def vector_counts(
     counts_N = np.ones(assignment.num_rows, dtype=np.int64)
     for pool in pools:
         if pool.num_vectors is not None:
-            has_place = pool.slots >= 0
-            counts_N[pool.slots[has_place]] = pool.num_vectors[has_place]
+            is_real = pool.slots >= 0
+            counts_N[pool.slots[is_real]] = pool.num_vectors[is_real]
     if not ranks.is_one:
         local = torch.from_numpy(counts_N[assignment.slots[ranks.rank]]).to(device)
         counts_N[assignment.rank_order] = ranks.gather_rows(local, assignment.counts).cpu().numpy()
@@ -345,26 +349,26 @@ def vector_counts(
 
 
 def plan_calls(
-    pools: Sequence[Pool], places_N: NDArray[np.int64], budget: ChunkBudget, keep: Retention, device: torch.device
+    pools: Sequence[Pool], positions_N: NDArray[np.int64], budget: ChunkBudget, keep: Retention, device: torch.device
 ) -> list[Call]:
     """Cut pools into calls and say which are retained.
 
     Args:
-        places_N: First vector of each row of the batch among this rank's.
+        positions_N: First vector of each row of the batch among this rank's.
     """
     calls: list[Call] = []
     for pool in pools:
         for chunk in plan_chunks(pool.features.lengths, budget, packed=pool.packs):
-            slots = pool.slots[chunk.rows]
+            slots = pool.slots[chunk.rows]  # a copy: rows that fill the chunk up are marked as spare ones in it
             slots[len(slots) - chunk.num_spare :] = -1
-            is_own = slots >= 0
-            places = places_N[slots[is_own]]
+            is_real = slots >= 0
+            positions = positions_N[slots[is_real]]
             if pool.num_vectors is not None:  # from rows to their vectors
                 counts = pool.num_vectors[chunk.rows]
-                places = ranges(places, counts[is_own])
-                is_own = np.repeat(is_own, counts)
-            own = None if is_own.all() else to_device(torch.from_numpy(np.flatnonzero(is_own)), device)
-            calls.append(Call(pool, chunk, to_device(torch.from_numpy(places), device), own))
+                positions = ranges(positions, counts[is_real])
+                is_real = np.repeat(is_real, counts)
+            vectors = None if is_real.all() else to_device(torch.from_numpy(np.flatnonzero(is_real)), device)
+            calls.append(Call(pool, chunk, to_device(torch.from_numpy(positions), device), vectors))
     # What fits one chunk as a whole needs no replay, though two towers see it in two calls.
     if fit_one_chunk(calls, budget):
         keep = Retention(1.0)
@@ -373,7 +377,7 @@ def plan_calls(
     for call in reversed(calls):
         call.retained = keep.keeps(call.chunk.padded_tokens, kept=kept, total=num_tokens)
         if not call.retained:
-            break
+            break  # no gaps: a graph before this call would wait beside it
         kept += call.chunk.padded_tokens
     return calls
 
@@ -401,13 +405,14 @@ def equal_calls(calls: Sequence[Call], pools: Sequence[Pool], ranks: Ranks, devi
     agreed = ranks.max_(torch.tensor(numbers, device=device)).tolist()
     together: list[Call] = []
     for pool, of_pool, (number, minus_retained) in zip(pools, calls_of_pools, agreed, strict=True):
-        nowhere = torch.empty(0, dtype=torch.int64, device=device)
+        nowhere = torch.empty(0, dtype=torch.int64, device=device)  # its one vector goes nowhere, its gradient is zero
         shortest = int(pool.features.lengths.argmin())
         # In a rectangle the row has the width of its chunk, the narrowest one: the model sees no other shape.
         width = int(pool.features.lengths[shortest]) if pool.packs else min(call.chunk.width for call in of_pool)
         spare_chunk = Chunk(rows=np.array([shortest]), width=width, packed=pool.packs)
         spare = [Call(pool, spare_chunk, nowhere, nowhere) for _ in range(number - len(of_pool))]
         together += [*spare, *of_pool]
+        # Pass 2 takes retained calls first, and each call is a collective: ranks must retain alike, from the end.
         for number_from_last, call in enumerate(reversed([*spare, *of_pool])):
             call.retained = number_from_last < -minus_retained
     return together

@@ -194,7 +194,7 @@ class GradCacheEngine:
         # 1. Cut this rank's rows into encoder calls.
         counts_N = vector_counts(pools, assignment, ranks, device)
         keep = Retention(self.memory.present.retain, self.options.retain_tokens)
-        calls = plan_calls(pools, assignment.places(ranks.rank, counts_N), self.memory.budget, keep, device)
+        calls = plan_calls(pools, assignment.positions(ranks.rank, counts_N), self.memory.budget, keep, device)
         if self._gradients.needs_equal_calls:
             calls = equal_calls(calls, pools, ranks, device)
         # 2. Encode them. No collective may lie inside this guard: a rank that fails leaves it alone.
@@ -218,7 +218,7 @@ class GradCacheEngine:
             self._gradients.finish()
         for name, parameter in self.loss.named_parameters():
             if parameter.requires_grad:
-                scaled = loss_result.own[name] * gradient_scale
+                scaled = loss_result.parameters[name] * gradient_scale
                 parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
         # Read the numbers of the step from the device all at once, as each reading waits for it.
         drift = ranks.max_(drift / loss_result.largest.clamp_min(torch.finfo(drift.dtype).tiny))

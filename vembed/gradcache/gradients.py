@@ -36,6 +36,7 @@ class HeldGradients:
     def __init__(self, parameters: Sequence[Tensor], *, widens: bool = True) -> None:
         self._parameters = parameters
         self._widens = widens
+        # Held by reference: the step accumulates into fresh tensors, so that nothing is copied to be taken back.
         self._held = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -67,7 +68,7 @@ class Gradients(Protocol):
 
     @property
     def needs_equal_calls(self) -> bool:
-        """Whether all ranks make the same encoder calls; then an attempt can't be abandoned."""
+        """True where all ranks must make the same encoder calls; then an attempt can't be abandoned."""
 
     def begin(self) -> None:
         """Get ready for the chunks."""
@@ -100,6 +101,7 @@ class ReplicatedGradients:
     def finish(self) -> None:
         """Sum over the ranks, once."""
         assert self._held is not None
+        # Before earlier steps' are added: those are summed over the ranks already, and would count once for each rank.
         self._ranks.sum_gradients(self._parameters)
         self._held.add_back()
 
@@ -118,7 +120,7 @@ class ShardedGradients:
 
     @property
     def needs_equal_calls(self) -> bool:
-        """Whether each encoder call is a collective."""
+        """True where each encoder call is a collective."""
         return self._encoder.needs_equal_calls
 
     def begin(self) -> None:

@@ -45,7 +45,7 @@ class LossResult:
     # of the queries whose loss this rank computed, a scalar on the device; all of them where it isn't shared out
     rank_loss: Tensor
     u_VE: Tensor  # its gradient with respect to this rank's embeddings, scaled
-    own: dict[str, Tensor]  # gradients of the loss's own parameters over the whole batch, by name, not scaled
+    parameters: dict[str, Tensor]  # gradients of the loss's own parameters over the whole batch, by name, not scaled
     largest: Tensor  # largest |z| of the batch, a scalar on the device
 
 
@@ -78,56 +78,46 @@ class LossStage:
             counts_N: Vectors of each row, where rows have several.
             gradient_scale: Factor on `u_VE`.
         """
-        places_N = self._block_places(assignment, z_VE.device)
-        room_BE = z_VE if places_N is None else self._gathered(z_VE, assignment, places_N)
+        positions_N, room_BE = None, z_VE
+        if not self.ranks.is_one:
+            # Blocks have the size of the largest rank's, so that one gather and one reduce-scatter carry uneven ranks.
+            # The order of [queries; documents] is restored in front, the padding of the blocks is left behind it.
+            positions_N = to_device(torch.from_numpy(assignment.block_positions()), z_VE.device)
+            gathered_BE = self.ranks.gather_blocks(z_VE, max(assignment.counts))
+            room_BE = torch.empty_like(gathered_BE)
+            torch.index_select(gathered_BE, 0, positions_N, out=room_BE[: assignment.num_rows])
+            del gathered_BE  # as large as all embeddings: it must not live beside their gradients
         z_NE = room_BE[: assignment.num_rows]
         largest: Tensor = torch.linalg.vector_norm(z_NE, math.inf)  # |z| itself would be a copy of all embeddings
         prefix, chosen = self.loss.chosen(structure)
+        # With fewer queries than ranks some rank would have none to share the work with.
         streamed = chosen.streamed if structure.num_queries >= self.ranks.world_size else None
         precise = torch.autocast(z_NE.device.type, enabled=False)  # a caller's would round products of the loss
         with precise, tf32_products(z_NE.device) if self.tf32 else nullcontext():
             if streamed is not None:
-                loss, rank_loss, u_NE, own = self._streamed(streamed, z_NE, structure, counts_N)
+                loss, rank_loss, u_NE, gradients = self._streamed(streamed, z_NE, structure, counts_N)
             else:
-                loss, u_NE, own = self._by_autograd(chosen, z_NE, structure, counts_N)
+                loss, u_NE, gradients = self._by_autograd(chosen, z_NE, structure, counts_N)
                 rank_loss = loss
-        if places_N is None:
+        if positions_N is None:
             u_VE = u_NE
         elif streamed is not None:  # the embeddings have been read: their memory takes the gradients
-            u_VE = self.ranks.sum_own_block(room_BE.index_copy_(0, places_N, u_NE))[: len(z_VE)]
-        else:
-            u_VE = u_NE[self._own(assignment, u_NE.device)]
-        return LossResult(loss, rank_loss, u_VE.mul_(gradient_scale), self._all_own(prefix, own), largest)
-
-    def _all_own(self, prefix: str, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients of all of the loss's parameters: zeros of those that this batch's loss hasn't."""
-        found = {f"{prefix}{name}": gradient for name, gradient in own.items()}
+            u_VE = self.ranks.sum_own_block(room_BE.index_copy_(0, positions_N, u_NE))[: len(z_VE)]
+        else:  # every rank has the gradients of the whole batch: it picks those of its rows, in their order
+            u_VE = u_NE[to_device(torch.from_numpy(assignment.slots[self.ranks.rank]), u_NE.device)]
+        # Names are those of the loss of the run. Losses of other sources have no part in this batch: their parameters
+        # get zeros, so that every rank and every step reduces and updates the same list.
+        named = {f"{prefix}{name}": gradient for name, gradient in gradients.items()}
         for name, parameter in self.loss.named_parameters() if prefix else ():
             if parameter.requires_grad:
-                found.setdefault(name, torch.zeros_like(parameter))
-        return found
-
-    def _block_places(self, assignment: RowAssignment, device: torch.device) -> Tensor | None:
-        """Return the place of each row of the batch among the blocks of all ranks; None on a single rank."""
-        if self.ranks.is_one:
-            return None
-        return to_device(torch.from_numpy(assignment.block_places()), device)
-
-    def _gathered(self, z_VE: Tensor, assignment: RowAssignment, places_N: Tensor) -> Tensor:
-        """Return the embeddings of all ranks in the order of [queries; documents], with room for the blocks behind."""
-        gathered_BE = self.ranks.gather_blocks(z_VE, max(assignment.counts))
-        room_BE = torch.empty_like(gathered_BE)
-        torch.index_select(gathered_BE, 0, places_N, out=room_BE[: assignment.num_rows])
-        return room_BE
-
-    def _own(self, assignment: RowAssignment, device: torch.device) -> Tensor:
-        return to_device(torch.from_numpy(assignment.slots[self.ranks.rank]), device)
+                named.setdefault(name, torch.zeros_like(parameter))
+        return LossResult(loss, rank_loss, u_VE.mul_(gradient_scale), named, largest)
 
     def _by_autograd(
         self, chosen: BatchLoss, z_NE: Tensor, structure: BatchStructure, counts_N: NDArray[np.int64] | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         embeddings = z_NE.detach().requires_grad_()
-        own = {name: parameter for name, parameter in chosen.named_parameters() if parameter.requires_grad}
+        parameters = {name: parameter for name, parameter in chosen.named_parameters() if parameter.requires_grad}
         structure = structure.to(z_NE.device)
         if counts_N is None:
             sides = embeddings[: structure.num_queries], embeddings[structure.num_queries :]
@@ -135,18 +125,19 @@ class LossStage:
         else:
             loss = chosen(*MultiVectors.sides(embeddings, counts_N, structure.num_queries), structure)
         # A loss may leave a parameter of its own out of this batch: then its gradient is zero.
-        u_NE, *found = torch.autograd.grad(loss, [embeddings, *own.values()], materialize_grads=True)
-        found = [each.contiguous() for each in found]
+        u_NE, *slopes = torch.autograd.grad(loss, [embeddings, *parameters.values()], materialize_grads=True)
+        slopes = [slope.contiguous() for slope in slopes]
         # Every rank has computed them, perhaps rounded otherwise: the loss's weights must stay bit-equal on all.
-        self.ranks.copy_from_first(found)
-        return loss.detach(), u_NE, dict(zip(own, found, strict=True))
+        self.ranks.copy_from_first(slopes)
+        return loss.detach(), u_NE, dict(zip(parameters, slopes, strict=True))
 
     def _streamed(
         self, streamed: StreamedLoss, z_NE: Tensor, structure: BatchStructure, counts_N: NDArray[np.int64] | None
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss, that of this rank's queries, and this rank's share of the gradients of all embeddings."""
         num_queries, ranks = structure.num_queries, self.ranks
-        first, stop = (num_queries * each // ranks.world_size for each in (ranks.rank, ranks.rank + 1))
+        # The work is shared out by queries, whoever encoded them: the rows that two ranks sweep differ by one at most.
+        first, stop = (num_queries * edge // ranks.world_size for edge in (ranks.rank, ranks.rank + 1))
         counts, queries, documents = None, slice(first, stop), slice(num_queries, None)
         if counts_N is not None:  # rows of several vectors, one row after the other
             counts = counts_N[queries], counts_N[documents]
@@ -156,16 +147,19 @@ class LossStage:
             z_NE[queries], z_NE[documents], structure, first, counts, z_NE[:num_queries] if counts is None else None
         )
         statistics = self._merged(streamed.statistics(batch)) if streamed.needs_statistics else None
+        # The loss writes the gradients of its queries and of all documents; queries of other ranks must stay zero.
         u_NE = torch.empty_like(z_NE) if ranks.is_one else torch.zeros_like(z_NE)
-        found = streamed.gradients(batch, statistics, (u_NE[queries], u_NE[documents]))
+        share = streamed.gradients(batch, statistics, (u_NE[queries], u_NE[documents]))
         if ranks.is_one:
-            return found.loss, found.loss, u_NE, found.own
-        numbers = torch.cat([found.loss.reshape(1), *(own.flatten().to(z_NE.dtype) for own in found.own.values())])
-        loss, *own = ranks.sum_(numbers).split([1, *(own.numel() for own in found.own.values())])
+            return share.loss, share.loss, u_NE, share.parameters
+        # One collective for the loss and all of its parameters: they are a few numbers, of which latency is the cost.
+        flat = [gradient.flatten().to(z_NE.dtype) for gradient in share.parameters.values()]
+        loss, *sums = ranks.sum_(torch.cat([share.loss.reshape(1), *flat])).split([1, *map(len, flat)])
         summed = {
-            name: total.view_as(part).to(part.dtype) for (name, part), total in zip(found.own.items(), own, strict=True)
+            name: total.view_as(gradient).to(gradient.dtype)
+            for (name, gradient), total in zip(share.parameters.items(), sums, strict=True)
         }
-        rank_loss = found.loss / (share_of(structure, range(first, stop)) or 1.0)  # it was divided by all queries
+        rank_loss = share.loss / (share_of(structure, range(first, stop)) or 1.0)  # it was divided by all queries
         return loss.squeeze(), rank_loss, u_NE, summed
 
     def _merged(self, statistics: Statistics) -> Statistics:
@@ -176,17 +170,19 @@ class LossStage:
         if self.ranks.is_one:
             return statistics
         if statistics.parts:
-            return replace(statistics, parts=tuple(each and self._merged(each) for each in statistics.parts))
+            return replace(statistics, parts=tuple(part and self._merged(part) for part in statistics.parts))
         if statistics.sums is not None:
             statistics = replace(statistics, sums=self.ranks.sum_(statistics.sums))
         if statistics.columns is None:
             return statistics
+        # (max, sum) can't be added up as they are: ranks agree on the largest maximum, rescale their sums to it and add
+        # these. A rank with nothing in a column would outweigh tiny logits of another by its maximum of 0.
         columns = statistics.columns.without_idle_maxima()
         top = self.ranks.max_(columns.max.clone())
         merged = replace(statistics, columns=LogSumExp(top, self.ranks.sum_(columns.rescaled(top))))
-        if (own := statistics.column_hardest) is None:
+        if (hardest := statistics.column_hardest) is None:
             return merged
-        lists = (self.ranks.gather_blocks(each[None], 1) for each in (own.logits, own.places))
+        lists = (self.ranks.gather_blocks(side[None], 1) for side in (hardest.logits, hardest.positions))
         return replace(merged, column_hardest=Hardest.merged(list(map(Hardest, *lists))))
 
 

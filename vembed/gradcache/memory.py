@@ -52,6 +52,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory, of the device or the host, ran out in a call that can be repeated."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    # Libraries under torch raise plain RuntimeErrors, and NCCL words that look alike but end the communicator.
     if not isinstance(error, RuntimeError) or _is_of_collective(error):
         return False
     return any(words in str(error) for words in _ALLOCATORS)
@@ -114,6 +115,7 @@ class StepLimits:
             return replace(self, retain=0.0)
         if repair.rows == 1:
             return None
+        # Half of the largest call that was made: of a limit far above the batch it would take many attempts.
         rows, tokens = min(self.rows, repair.rows) // 2, min(self.tokens, repair.tokens) // 2
         return replace(self, rows=max(1, rows), tokens=max(1, tokens), retain=0.0)
 
@@ -123,6 +125,7 @@ class StepLimits:
         Args:
             helped: The limits under which the step came through.
         """
+        # A batch of unusual lengths is rare: one failure must not slow down the rest of a run.
         return replace(helped, ran_out=False) if self.ran_out else replace(self, ran_out=True)
 
 
@@ -198,6 +201,7 @@ class MemoryGuard:
                     "out of memory, and the step may not be done again in smaller chunks: set oom_retry and "
                     "use_gradient_cache to what they are by default, or lower batch_size"
                 ) from error
+            # Nothing is raised or asked here: the error still holds the tensors of the frames that failed.
             self._failed = True
 
     @contextmanager
@@ -235,10 +239,10 @@ class MemoryGuard:
             failed, self._failed = self._ranks.any(self._failed, self._device), False
         if not failed:
             return
+        # Kept graphs go first, on all ranks: without them the chunks may stay as large as planned. They die with the
+        # frames of this attempt, once the step has left the handler of what is raised here.
         kept_graphs = self.present.retain > 0 and any(call.retained for call in calls)
         kept_graphs = kept_graphs and not fit_one_chunk(calls, self.budget)  # a single chunk keeps its graph anyway
-        for call in calls:
-            call.graph = None
         numbers = torch.tensor([*_largest(calls), kept_graphs], device=self._device)
         rows, tokens, any_kept = self._ranks.max_(numbers).tolist()
         raise RepairNeeded(rows=rows, tokens=tokens, kept_graphs=any_kept > 0)

@@ -122,6 +122,7 @@ class Passes:
             calls: At least one.
         """
         table_VE: Tensor | None = None
+        # Pools whose first output has been looked at: it alone tells if any weight in the encoder is trained.
         probed: set[int] = set()
         work = _work(calls)
         for index, (call, inputs) in enumerate(self._transfer.ahead(calls, Call.inputs)):
@@ -143,7 +144,7 @@ class Passes:
                 call.graph = z
             if table_VE is None:  # E and the type are known with the first embeddings
                 table_VE = z.new_empty(num_vectors, z.shape[1])
-            table_VE[call.places] = call.kept(z.detach())
+            table_VE[call.positions] = call.kept(z.detach())
             del z, inputs  # the next call must not run beside them
         self.running = None
         if table_VE is None:
@@ -175,11 +176,11 @@ class Passes:
             with call.rng.replayed() if self.replay_rng else nullcontext():
                 z = self._encode(call, inputs)
             if not call.is_spare:
-                drift = torch.maximum(drift, (call.kept(z.detach()) - z_VE[call.places]).abs().max())
+                drift = torch.maximum(drift, (call.kept(z.detach()) - z_VE[call.positions]).abs().max())
             self._backward(z, call.gradient(u_VE, z))
             del z, inputs
         self.running = None
-        return drift
+        return drift  # of retained calls there is none: their embeddings are those that the loss saw
 
     def _encode(self, call: Call, inputs: dict[str, Tensor]) -> Tensor:
         """Encode a chunk; the embeddings come out in at least float32."""

@@ -44,8 +44,10 @@ def reference_step(
         for chunk in chunks:
             z = pool.encode(pool.collate(pool.features, chunk.rows, chunk.width))
             counts = np.ones(len(chunk.rows), int) if pool.num_vectors is None else pool.num_vectors[chunk.rows]
-            own = len(chunk.rows) - chunk.num_spare
-            for slot, vectors in zip(pool.slots[chunk.rows[:own]], z.split(counts.tolist())[:own], strict=True):
+            # Spare rows repeat the last one: what they would write is that row's already.
+            num_real = len(chunk.rows) - chunk.num_spare
+            vectors_of_rows = z.split(counts.tolist())[:num_real]
+            for slot, vectors in zip(pool.slots[chunk.rows[:num_real]], vectors_of_rows, strict=True):
                 rows[slot] = vectors
     known = [row for row in rows if row is not None]
     z_VE = torch.cat(known)

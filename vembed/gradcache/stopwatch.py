@@ -1,4 +1,4 @@
-"""Where the time of a step goes, measured without making anything wait.
+"""Seconds of the parts of a step, measured without making anything wait.
 
 On a CPU the clock is read at both ends of a part. An accelerator runs behind the program, so there an event is put
 into its queue at both ends, and the time between them is read once both have passed: the parts that lie before the
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 Part: TypeAlias = Literal["encode", "wait", "loss", "reduce", "update"]
-"""What a step does on the device, in order: both passes of the encoders, waiting until every rank has encoded, the loss
+"""Parts of a step on the device, in order: both passes of the encoders, waiting until every rank has encoded, the loss
 with the gather of its embeddings, the reduction of the gradients, clipping and the optimizer."""
 
 
@@ -46,6 +46,7 @@ class Stopwatch:
                 self.running = None
                 self._add(name, time.perf_counter() - started)
             return
+        # Events are entries of the device's queue; `synchronize()` would keep the program from running ahead of it.
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         try:

@@ -1,4 +1,4 @@
-"""What every loss sees: embeddings, and the structure of the batch as tensors.
+"""Contract of a loss: embeddings and the structure of their batch in, a scalar out.
 
 Shape legend: Q queries, D documents, E embedding dim, P (query, positive document) pairs.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BatchStructure:
-    """What a loss knows of the batch beside its embeddings: `ContrastiveBatch` as tensors, whole on every rank."""
+    """`ContrastiveBatch` as tensors, whole on every rank: all that a loss knows of a batch beside its embeddings."""
 
     positives_P2: Tensor  # (query row, document row), int64
     query_ids_Q: Tensor  # identity of each query's content, int64
@@ -54,8 +54,10 @@ class BatchStructure:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
         def groups(ids: NDArray[np.int64]) -> Tensor:
+            # Numbers without gaps index tables of groups; identities are 64-bit hashes of contents.
             return tensor(np.unique(ids, return_inverse=True)[1])
 
+        # Weights of 1 are those of no column: kept as None, they cost losses no work and no rounding.
         weights_Q = batch.columns.get(WEIGHT_COLUMN.name)
         return cls(
             positives_P2=tensor(batch.positives_P2),
@@ -82,7 +84,7 @@ class BatchStructure:
                 return {name: moved(inner) for name, inner in value.items()}
             return to_device(value, device) if isinstance(value, Tensor) else value
 
-        return BatchStructure(**{each.name: moved(getattr(self, each.name)) for each in fields(self)})
+        return BatchStructure(**{item.name: moved(getattr(self, item.name)) for item in fields(self)})
 
     @property
     def num_queries(self) -> int:
@@ -96,7 +98,7 @@ class BatchStructure:
 
 
 class LossCommon(NamedTuple):
-    """What a loss may know of its run beside its keys."""
+    """Facts of a run that a loss may need beside its keys."""
 
     dtype: torch.dtype  # of parameters of its own, at least float32
     dimension: int  # of the embeddings
@@ -176,7 +178,7 @@ class MultiVectors:
         cls, values_VE: Tensor, counts_N: NDArray[np.int64], num_queries: int
     ) -> tuple[MultiVectors, MultiVectors]:
         """Cut the vectors of [queries; documents] into both sides."""
-        counts = torch.from_numpy(counts_N)
+        counts = torch.from_numpy(counts_N)  # they stay on the CPU: `split` needs numbers, and would wait for a device
         first = int(counts_N[:num_queries].sum())
         return cls(values_VE[:first], counts[:num_queries]), cls(values_VE[first:], counts[num_queries:])
 
@@ -204,7 +206,7 @@ def query_shares(structure: BatchStructure) -> Tensor:
 
 def document_shares(structure: BatchStructure) -> Tensor:
     """Return the share of each document among those that are some query's positive, (D,) float64."""
-    queries_P, documents_P = torch.unique(structure.positives_P2, dim=0).unbind(dim=1)
+    queries_P, documents_P = torch.unique(structure.positives_P2, dim=0).unbind(dim=1)  # a pair may be listed twice
     weights_P = _weights(structure)[queries_P]
     sums_D = weights_P.new_zeros(structure.num_documents).index_add_(0, documents_P, weights_P)
     counts_D = torch.bincount(documents_P, minlength=structure.num_documents)

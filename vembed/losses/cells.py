@@ -61,6 +61,7 @@ def false_negative_mask(structure: BatchStructure, positive_QD: Tensor) -> Tenso
     related = torch.zeros_like(positive_QD)  # (query group, document group): there are no more groups than rows
     related[query_groups_Q[pair_queries], document_groups_D[pair_documents]] = True
     itself_QD = structure.query_ids_Q[:, None] == structure.document_ids_D[None, :]
+    # A positive that repeats the query, or another positive, stays one: the data say so.
     return (related[query_groups_Q][:, document_groups_D] | itself_QD) & ~positive_QD
 
 
@@ -111,7 +112,7 @@ class CellMap:
     ) -> None:
         self.num_rows, self.num_columns = len(rows), structure.num_documents
         self._device = device or structure.positives_P2.device
-        # A pair is one integer, query * D + document: sorted, unique and searchable.
+        # A pair is one integer, query * D + document: sorted, unique and searchable. int64 holds 3e9 x 3e9.
         pair_keys = np.unique(_numpy(structure.positives_P2) @ np.array([self.num_columns, 1]))
         queries, documents = np.divmod(pair_keys, self.num_columns)
         inside = slice(*np.searchsorted(queries, [rows.start, rows.stop]))
@@ -142,6 +143,7 @@ class CellMap:
         sizes = np.bincount(self._document_groups, minlength=self.num_columns)
         self._column_starts = np.concatenate([[0], np.cumsum(sizes)])
         self._column_order = np.argsort(self._document_groups, kind="stable")
+        # (group, column) as one ascending integer: the columns of a group within a tile are found by two searches.
         self._column_keys = self._document_groups[self._column_order] * self.num_columns + self._column_order
         totals = np.concatenate([[0], np.cumsum(sizes[self._related_documents])])[self._related_starts]
         self._excluded_per_row = np.diff(totals)[self._row_groups]
@@ -154,6 +156,7 @@ class CellMap:
     def are_negatives(self, cells_P2: Integers) -> NDArray[np.bool_]:
         """Return which of some (query of the whole batch, document) are neither positive nor masked, (P,)."""
         queries, documents = cells_P2.T
+        # By groups, as masks go by content; without masks each row is a group of its own, and these are the pairs.
         keys = self._query_groups[queries] * self.num_columns + self._document_groups[documents]
         return ~np.isin(keys, self._related)
 
@@ -166,6 +169,8 @@ class CellMap:
         first, last = np.searchsorted(self._named_rows, [start, stop])
         named_rows, named_columns = self._named_rows[first:last] - start, self._named_columns[first:last]
         named_of = _split_by_tile(named_columns, width, self.num_columns)
+        # All tiles of a strip are listed together, which sorts its cells once. A batch of copies excludes nearly every
+        # cell: then the tiles are listed one by one, so that their indices fit in memory.
         excluded_of = None
         if self._excluded_per_row[start:stop].sum() <= MOST_CELLS_AT_ONCE:
             row_N, column_N = self._excluded(start, stop, None)

@@ -47,29 +47,30 @@ class SumLoss(StreamedLoss):
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether any part does."""
+        """True where any part needs them."""
         return any(part.needs_statistics for _, part in self._streamed())
 
     def statistics(self, batch: StreamedBatch) -> Statistics:
         """Return those of the parts, in those of the first that needs any."""
         parts = [part.statistics(batch) if part.needs_statistics else None for _, part in self._streamed()]
+        # The stage merges the parts alone; the fields of the first only show that there is something to merge.
         return replace(next(part for part in parts if part is not None), parts=tuple(parts))
 
     def gradients(
         self, batch: StreamedBatch, statistics: Statistics | None = None, into: tuple[Tensor, Tensor] | None = None
     ) -> LossGradients:
         """Return the weighted sums of losses and gradients."""
-        known = (None,) * len(self.weights) if statistics is None else statistics.parts
+        of_parts = (None,) * len(self.weights) if statistics is None else statistics.parts
         total: LossGradients | None = None
-        for number, ((weight, part), part_statistics) in enumerate(zip(self._streamed(), known, strict=True)):
+        for number, ((weight, part), part_statistics) in enumerate(zip(self._streamed(), of_parts, strict=True)):
             result = part.gradients(batch, part_statistics, into if total is None else None)
-            own = {f"parts.{number}.{name}": weight * gradient for name, gradient in result.own.items()}
+            parameters = {f"parts.{number}.{name}": weight * slope for name, slope in result.parameters.items()}
             if total is None:  # the caller's memory is taken by the first part, and the others are added to it
                 sides = result.dq_QE.mul_(weight), result.dd_DE.mul_(weight)
-                total = LossGradients(weight * result.loss, *sides, own)
+                total = LossGradients(weight * result.loss, *sides, parameters)
                 continue
             sides = total.dq_QE.add_(result.dq_QE, alpha=weight), total.dd_DE.add_(result.dd_DE, alpha=weight)
-            total = LossGradients(total.loss + weight * result.loss, *sides, total.own | own)
+            total = LossGradients(total.loss + weight * result.loss, *sides, total.parameters | parameters)
         assert total is not None
         return total
 

@@ -94,6 +94,7 @@ class CosentLoss(CellLoss):
             zero, weighed_Q1 = logits_QD.new_zeros(1), _logs(structure, logits_QD)[:, None]
             positive_QD = positive_mask(structure)
             negative_QD = ~positive_QD & ~self.masked(structure, similarity_QD, positive_QD)
+            # log of the weights is added: a weight of 0 becomes -inf, which adds nothing to a log-sum-exp.
             lower, higher = (logits_QD + weighed_Q1)[negative_QD], (weighed_Q1 - logits_QD)[positive_QD]
             gap = lower.logsumexp(dim=0) + higher.logsumexp(dim=0) if len(lower) and len(higher) else None
             losses.append(weight * (logits_QD.sum() * 0 if gap is None else torch.logaddexp(gap, zero[0])))
@@ -120,7 +121,7 @@ class CosentLoss(CellLoss):
         """Return the logits of listed pairs (K, P), or sums over both kinds of cells (2, K, 1), for ranks to merge."""
         if (listed := self.listed(batch.structure)) is None:
             return super().statistics(batch)
-        pairs = self._listed_pairs(batch)
+        pairs = PairSweep(batch, self.similarity, dims=self.prefix_dims, tile_size=self.tile_size)
         logits_KA = self.scale * pairs.similarities()
         # Every logit is a sum that one rank has and the others have empty.
         logits = LogSumExp.empty(len(logits_KA), len(listed[0]), like=logits_KA, bounded=False)
@@ -151,6 +152,7 @@ class CosentLoss(CellLoss):
         if statistics is None or statistics.columns is None:
             raise ValueError("pairs are compared with those of all ranks: their statistics come first")
         pairs_P2, grades_P = listed
+        # Every rank compares all pairs, which are single numbers, and differentiates those of its queries.
         grades_G, groups_P = torch.unique(grades_P, return_inverse=True)
         logits_KP = statistics.columns.value()
         logs_P = _logs(batch.structure, logits_KP)[pairs_P2[:, 0]]
@@ -162,12 +164,9 @@ class CosentLoss(CellLoss):
         pairs.backward(slopes_KA, dq_QE, dd_DE)
         return LossGradients((loss_K * weights_K).sum() * share_of(batch.structure, batch.queries), dq_QE, dd_DE, {})
 
-    def _listed_pairs(self, batch: StreamedBatch) -> PairSweep:
-        return PairSweep(batch, self.similarity, dims=self.prefix_dims, tile_size=self.tile_size)
-
     def _numbers(self, pairs: PairSweep, batch: StreamedBatch) -> Tensor:
         """Return the numbers of this rank's pairs among the batch's listed ones."""
-        return to_device(torch.from_numpy(pairs.pairs.own_A), batch.q_QE.device)
+        return to_device(torch.from_numpy(pairs.pairs.numbers_A), batch.q_QE.device)
 
 
 class AngleLoss(CosentLoss):
@@ -178,8 +177,8 @@ class AngleLoss(CosentLoss):
         """Return the similarity of the angles of pairs (N,), 0 to sqrt(2); None takes rows as they are."""
         if dim is not None:
             q_NE, d_NE = (normalize(side[:, :dim], dim=-1, eps=NORM_EPSILON) for side in (q_NE, d_NE))
+        # Re + Im of x conj(y) = a c + b d + b c - a d for x = a + ib and y = c + id: linear in (a, b).
         real, imaginary = d_NE.chunk(2, dim=1)
-        # Both parts of a product are one dot product.
         turned_NE = torch.cat([real - imaginary, real + imaginary], dim=1)
         return (q_NE * turned_NE).sum(dim=1).abs()
 
@@ -228,6 +227,7 @@ class CosentSweep(Sweep):
         """Compare both sums of all ranks."""
         assert merged is not None
         assert merged.columns is not None
+        # The whole loss is two numbers for each prefix, which every rank has after merging.
         lower_K, higher_K = merged.columns.value().squeeze(2)
         loss_K = torch.logaddexp(lower_K + higher_K, torch.zeros_like(lower_K))
         self.loss = (loss_K * self.weights_K).sum() * self.share

@@ -95,6 +95,7 @@ class SquaredErrorSweep(Sweep):
 
     def slopes(self, part: TileLogits) -> None:
         """Add (S - T)^2 of a tile, and turn its logits into 2 (S - T), times the weight of a cell."""
+        # The mean over documents is in the weight: a cell's is that of its query over the number of columns.
         errors_RC = part.logits_RC.sub_(self.targets(part.tile))
         weights_R1 = self.weights_KQ[part.prefix, part.tile.rows, None] / self.tiles.cells.num_columns
         self.loss += (errors_RC.square() * weights_R1).sum()
@@ -116,7 +117,7 @@ class KLSweep(SquaredErrorSweep):
     def collect(self, part: TileLogits) -> None:
         """Add a tile of both matrices to the sums of their rows."""
         tile, scratch_RC = part.tile, self.tiles.scratch("scratch", part.tile.shape)
-        if part.prefix == 0:  # the teacher is the same for all prefixes
+        if part.prefix == 0:  # the teacher's rows are the same for all prefixes
             self.teacher_rows.add_logits((0, tile.rows), self.targets(tile), dim=1, scratch_RC=scratch_RC)
         self.rows.add_logits((part.prefix, tile.rows), part.logits_RC, dim=1, scratch_RC=scratch_RC)
 
@@ -132,6 +133,7 @@ class KLSweep(SquaredErrorSweep):
         log_t_RC = self.targets(tile).sub_(self.teacher_totals_Q[tile.rows, None])
         log_s_RC.sub_(self.totals_KQ[part.prefix, tile.rows, None])
         terms_RC = torch.sub(log_t_RC, log_s_RC, out=self.tiles.scratch("scratch", tile.shape))
+        # In place from here on: log t becomes t in the teacher's memory, log s the slope in that of the logits.
         t_RC = log_t_RC.exp_()
         self.loss += terms_RC.mul_(t_RC).mul_(weights_R1).sum()
         log_s_RC.exp_().sub_(t_RC).mul_(weights_R1)
@@ -151,6 +153,7 @@ class DistillationLoss(SumLoss):
         )
         alpha = keys.distillation_alpha
         parts = [(alpha, InfoNCE.from_keys(keys, common)), (1 - alpha, teacher)]
+        # A part without weight would still cost its sweeps.
         return cls([(weight, part) for weight, part in parts if weight > 0])
 
 

@@ -43,7 +43,7 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class FalseNegativeFilter:
-    """Who finds false negatives, and how near to the positive's similarity they begin."""
+    """Rule of false negatives: the similarities that it compares, and the distance from the positive's to its limit."""
 
     by: Literal["threshold", "teacher"]  # the model's own similarities, or a teacher's
     margin: float
@@ -67,12 +67,12 @@ class FalseNegativeFilter:
         rounding = ROUNDING * best.abs().clamp_min(1.0)
         return torch.where(best == -math.inf, math.inf, best - below + rounding)
 
-    def found(self, structure: BatchStructure, similarity_QD: Tensor, positive_QD: Tensor) -> Tensor:
+    def false_negatives(self, structure: BatchStructure, similarity_QD: Tensor, positive_QD: Tensor) -> Tensor:
         """Return the false negatives of a whole batch, bool (Q, D): the definition."""
         if self.by == "teacher":
             teacher_Q, teacher_D = _teacher(structure)
             similarity_QD = teacher_Q @ teacher_D.T
-        similarity_QD = similarity_QD.detach()
+        similarity_QD = similarity_QD.detach()  # which documents are left out is a choice, without a gradient
         best_Q = similarity_QD.masked_fill(~positive_QD, -math.inf).amax(dim=1)
         return (similarity_QD > self.limits(best_Q)[:, None]) & ~positive_QD
 
@@ -90,29 +90,32 @@ class TileFilter:
         self._teacher: tuple[Tensor, Tensor] | None = None
         sides, factor = (batch.q_QE, batch.d_DE), tiles.scale
         if rule.by == "teacher":
-            teacher_Q, teacher_D = (to_device(each, tiles.device) for each in _teacher(batch.structure))
+            teacher_Q, teacher_D = (to_device(side, tiles.device) for side in _teacher(batch.structure))
             sides = self._teacher = teacher_Q[batch.rows], teacher_D
+            # A teacher judges all prefixes alike, by its own vectors and without the scale of the model's logits.
             dims, factor = (None,) * len(dims), 1.0
         self._limits_KQ = torch.stack([factor * rule.limits(_best(tiles, sides, dim)) for dim in dims])
 
     def leave_out(self, prefix: int, tile: Tile, tiles: SimilarityTiles, logits_RC: Tensor) -> None:
         """Put -inf into the logits of a tile that are false negatives; of a tile the prefixes come in order."""
-        found_RC = tiles.scratch("false negatives", tile.shape, torch.bool)
+        similar_RC = tiles.scratch("false negatives", tile.shape, torch.bool)
         limits_R1 = self._limits_KQ[prefix, tile.rows, None]
         if self._teacher is None:
-            torch.gt(logits_RC, limits_R1, out=found_RC)
+            torch.gt(logits_RC, limits_R1, out=similar_RC)
         elif prefix == 0:
             rows_RT, columns_CT = self._teacher[0][tile.rows], self._teacher[1][tile.columns]
             similarity_RC = tiles.scratch("teacher", tile.shape, rows_RT.dtype)
-            torch.gt(torch.mm(rows_RT, columns_CT.T, out=similarity_RC), limits_R1, out=found_RC)
-        logits_RC.masked_fill_(found_RC, -math.inf)
+            torch.gt(torch.mm(rows_RT, columns_CT.T, out=similarity_RC), limits_R1, out=similar_RC)
+        # With a teacher the further prefixes of a tile take what the first left here.
+        logits_RC.masked_fill_(similar_RC, -math.inf)
 
 
 def _best(tiles: SimilarityTiles, sides: tuple[Tensor, Tensor], dim: int | None) -> Tensor:
     """Return the highest similarity of each query's positives, (Q,); -inf without any."""
     cells = tiles.cells
     best_Q = tiles.zeros(cells.num_rows).fill_(-math.inf)
-    pairs = (each.split(tiles.tile_size) for each in (cells.pair_rows, cells.pair_columns))
+    # A block of pairs at a time: rows of all pairs would be a copy of the queries, and one of their documents.
+    pairs = (side.split(tiles.tile_size) for side in (cells.pair_rows, cells.pair_columns))
     for rows, columns in zip(*pairs, strict=True):
         q_PE, d_PE = sides[0][rows].to(tiles.dtype), sides[1][columns].to(tiles.dtype)
         best_Q.scatter_reduce_(0, rows, pair_similarity(q_PE, d_PE, dim), "amax")

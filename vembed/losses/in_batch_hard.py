@@ -10,8 +10,8 @@ The choice has no gradient.
    columns. They are all that the softmax sums over.
 2. No second sweep: only the chosen cells have a gradient, and single rows are added for those.
 
-Memory: a tile, and k (logit, place) for each query, and for each document where both directions count. Cost: 1 product
-of Q x D x E, and k rows of E for each query and document on the way back.
+Memory: a tile, and k (logit, position) for each query, and for each document where both directions count.
+Cost: 1 product of Q x D x E, and k rows of E for each query and document on the way back.
 Shape legend: Q queries of this rank, D documents of all, K prefixes, P positive pairs, k hardest negatives.
 """
 
@@ -60,6 +60,7 @@ class InBatchHard(InfoNCE):
         if self.hard_topk is not None:
             negatives_RC = logits_RC.detach().masked_fill(positive_RC, -math.inf)
             order_RC = negatives_RC.argsort(dim=1, descending=True, stable=True)
+            # Stable, as the streamed loss takes the first of equal logits: copies of a text make them frequent.
             counts_RC = positive_RC.scatter(1, order_RC[:, : self.hard_topk], value=True) | positive_RC
             logits_RC = logits_RC.masked_fill(~counts_RC, -math.inf)
         return super()._direction(logits_RC, positive_RC, shares_R)
@@ -90,13 +91,14 @@ class InBatchHard(InfoNCE):
         for rows in tiles.row_blocks() if statistics is None else ():
             collect_rows(sweep, rows)
         sweep.complete(slice(0, tiles.cells.num_rows), statistics)
+        # P + k (Q + D) cells have a gradient: a second sweep would multiply all Q x D of them by E, twice.
         out = empty_gradients(tiles, batch, into)
         for prefix in range(tiles.num_prefixes):
             pairs = tiles.cells.pair_rows, tiles.cells.pair_columns
             tiles.backward_cells(prefix, pairs, sweep.pair_slopes_KP[prefix], out)
             for cells, slopes_N in sweep.hardest_cells(prefix, batch.first_query):
                 tiles.backward_cells(prefix, cells, slopes_N, out)
-        return LossGradients(sweep.loss, out.dq_QE, out.dd_DE, self.own_gradients(sweep, tiles.finish(out)))
+        return LossGradients(sweep.loss, out.dq_QE, out.dd_DE, self.parameter_gradients(sweep, tiles.finish(out)))
 
 
 class HardestSweep(InfoNCESweep):
@@ -131,15 +133,15 @@ class HardestSweep(InfoNCESweep):
     def hardest_cells(self, prefix: int, first_query: int) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
         """Yield row and column of the listed cells of both directions, and their slopes."""
         slopes_Qk = (self.row_hardest.logits[prefix] + self.row_shifts_KQ[prefix, :, None]).exp_()
-        yield (_groups(slopes_Qk), self.row_hardest.places[prefix].view(-1)), slopes_Qk.view(-1)
+        yield (_groups(slopes_Qk), self.row_hardest.positions[prefix].view(-1)), slopes_Qk.view(-1)
         if self.column_hardest is None or self.column_shifts_KD is None or not self.tiles.cells.num_rows:
             return
-        places_Dk = self.column_hardest.places[prefix]
+        positions_Dk = self.column_hardest.positions[prefix]
         slopes_Dk = (self.column_hardest.logits[prefix] + self.column_shifts_KD[prefix, :, None]).exp_().view(-1)
         # Of all ranks' queries, this one's have a gradient here. Selecting them would wait for the device.
-        rows = places_Dk.view(-1) - first_query
+        rows = positions_Dk.view(-1) - first_query
         slopes_Dk.masked_fill_((rows < 0) | (rows >= self.tiles.cells.num_rows), 0.0)
-        yield (rows.clamp_(0, self.tiles.cells.num_rows - 1), _groups(places_Dk)), slopes_Dk
+        yield (rows.clamp_(0, self.tiles.cells.num_rows - 1), _groups(positions_Dk)), slopes_Dk
 
 
 def _sums(hardest: Hardest) -> LogSumExp:

@@ -75,8 +75,8 @@ class Hardness(NamedTuple):
 
     def raise_(self, logits_RC: Tensor, tile: Tile, scale: float) -> None:
         """Add strength S to the logits s S of a tile's negatives, in place."""
-        factor, cells = 1.0 + self.strength / scale, logits_RC.view(-1)
-        named_N = cells[tile.named]
+        factor, cells = 1.0 + self.strength / scale, logits_RC.view(-1)  # (s + strength) S from s S: one multiplication
+        named_N = cells[tile.named]  # a copy, which is put back where all others are raised
         if self.mode == "hard_negatives":
             cells[tile.named] = named_N * factor
             return
@@ -141,6 +141,7 @@ class SoftmaxSweep(Sweep):
             return self.pair_slopes_KP[prefix, tile.pairs]
         by_column_RC = None
         if columns_C is not None:
+            # Before hardness raises the logits: it weighs negatives of queries alone.
             by_column_RC = torch.add(matrix_RC, columns_C, out=self.tiles.scratch("scratch", tile.shape)).exp_()
         if self.hardness is not None and not part.is_collected:
             self.hardness.raise_(matrix_RC, tile, self.tiles.scale)
@@ -186,20 +187,24 @@ def softmax_terms(
     n_KG, p_KG = negatives.value(), positives.value()
     counts_KG = p_KG != -math.inf  # NaN counts, so that it reaches the loss
     gap_KG = torch.where(counts_KG, n_KG - p_KG, -math.inf)
-    if focal_gamma:
+    if focal_gamma:  # sigmoid(n - p) is 1 - p without cancellation
         weights_KG = weights_KG * gap_KG.sigmoid().pow(focal_gamma)
+    # The slope of a negative is weight * exp(logit) / (sum of all): one number for each group turns a whole tile into
+    # slopes. -inf for groups that don't count becomes a slope of 0 without a branch.
     total_KG, weights_KP = torch.logaddexp(n_KG, p_KG), weights_KG[:, groups_P]
     shifts_KG = torch.where(counts_KG, weights_KG.log() - total_KG, -math.inf)
     if counts_G is None:
         loss = (-logsigmoid(-gap_KG) * weights_KG).sum()
         shares_KP = (logits_KP - p_KG[:, groups_P]).exp()  # of each positive in the sum over its group's positives
         return Terms(loss, loss.new_zeros(()), shifts_KG, -weights_KP * shares_KP * gap_KG[:, groups_P].sigmoid())
-    each_KP = weights_KP / counts_G[groups_P]
+    # Mean over positives of (log-sum-exp of everything - logit): the first part is the group's and counts once on all
+    # ranks together, the second is a sum over pairs, of which every rank adds its own.
+    pair_weights_KP = weights_KP / counts_G[groups_P]
     return Terms(
         loss=torch.where(counts_KG, total_KG * weights_KG, 0.0).sum(),
-        pair_loss=-(each_KP * logits_KP).sum(),
+        pair_loss=-(pair_weights_KP * logits_KP).sum(),
         shifts_KG=shifts_KG,
-        pair_slopes_KP=weights_KP * (logits_KP - total_KG[:, groups_P]).exp() - each_KP,
+        pair_slopes_KP=weights_KP * (logits_KP - total_KG[:, groups_P]).exp() - pair_weights_KP,
     )
 
 
@@ -267,7 +272,7 @@ class SoftmaxLoss(CellLoss):
     """
 
     positives_apart: ClassVar[bool] = False
-    """Whether each positive has a loss of its own, whose mean counts, or all together one."""
+    """True gives each positive of a group a loss of its own, and takes their mean; False sums them in one logarithm."""
 
     def __init__(
         self,
@@ -343,7 +348,7 @@ class SoftmaxLoss(CellLoss):
         positives = LogSumExp.of_groups(sweep.positives_KP, cells.pair_columns, cells.num_columns)
         return Statistics(sweep, LogSumExp.stack([sweep.columns.without_idle_maxima(), positives]))
 
-    def own_gradients(self, sweep: Sweep, scale_gradient: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
+    def parameter_gradients(self, sweep: Sweep, scale_gradient: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the gradient of the log scale."""
         return {"log_scale": scale_gradient.to(self.log_scale.dtype)}
 
@@ -359,6 +364,7 @@ class SoftmaxLoss(CellLoss):
 
     def scaled_tiles(self, batch: StreamedBatch) -> SimilarityTiles:
         """Return the tiles of a batch; the scale and the bound of a logit are read from the device together."""
+        # Prefixes are normalised, so that the scale alone bounds their logits.
         rows = () if self.prefixes is not None else (longest_row(batch.q_QE), longest_row(batch.d_DE))
         scale, *norms = read_numbers(self.log_scale.exp(), *rows)
         return self.tiles(batch, scale=scale, longest=math.prod(norms))

@@ -4,12 +4,13 @@ For query i with positives P(i) and negatives N(i), s the logit scale and each l
 
     Z_i = sum over j in P(i), N(i) of exp(s <q_i, d_j>)                           query to document, always
         + sum over queries k unlike i of exp(s <q_i, q_k>)                        query to query
-        + sum over p in P(i) of sum over queries k of exp(s <q_k, d_p>)           document to query, k = i among them
+        + sum over p in P(i) of sum over queries k of exp(s <q_k, d_p>)           document to query
         + sum over p in P(i) of sum over documents m unlike p of exp(s <d_p, d_m>)        document to document
 
     L_i = log Z_i - log sum over p in P(i) of exp(s <q_i, d_p>)
 
-A query doesn't compete with itself, nor do documents of one query. With `mask_false_negatives` neither do queries that
+Document to query, k is i itself, or a query to which p is a negative. A query doesn't compete with itself, nor do
+documents of one query. With `mask_false_negatives` neither do queries that
 have one content or share a positive, documents of one content, nor what is masked; without it they do.
 
 1. Sweep the tiles of all three matrices: sums of the rows of queries, and of the columns and rows of documents. Ranks
@@ -103,10 +104,11 @@ class JointInfoNCE(InfoNCE):
             if self.documents_too:
                 rows_D = (scale * of_documents_DD).masked_fill(alike_DD, -math.inf).logsumexp(dim=1)
                 parts.append(_of_positives(rows_D, positive_QD))
-            each_Q = torch.stack(parts).logsumexp(dim=0) - wanted_Q
+            losses_Q = torch.stack(parts).logsumexp(dim=0) - wanted_Q
             if self.focal_gamma:
-                each_Q = each_Q * (-torch.expm1(-each_Q.detach())).pow(self.focal_gamma)
-            losses.append(weight * torch.where(positive_QD.any(dim=1), each_Q * shares_Q, 0.0).sum())
+                losses_Q = losses_Q * (-torch.expm1(-losses_Q.detach())).pow(self.focal_gamma)
+            # A query without positives has an infinite loss, which its weight of 0 would turn into NaN.
+            losses.append(weight * torch.where(positive_QD.any(dim=1), losses_Q * shares_Q, 0.0).sum())
         return torch.stack(losses).sum()
 
     def _alike(self, structure: BatchStructure, positive_QD: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,6 +116,7 @@ class JointInfoNCE(InfoNCE):
         owned_QD = positive_QD.clone()
         if structure.negatives_P2 is not None:
             owned_QD[structure.negatives_P2.unbind(dim=1)] = True
+        # Products of 0 and 1 count common queries; float64 counts exactly, and boolean products don't exist.
         alike_DD = (positive_QD.T.double() @ owned_QD.double()) > 0
         alike_QQ = torch.eye(structure.num_queries, dtype=torch.bool, device=positive_QD.device)
         if self.mask_false_negatives:
@@ -141,20 +144,21 @@ class JointInfoNCE(InfoNCE):
             rows = rows.merge(_swept(SoftmaxSweep(self._of_queries(batch, tiles), columns=False)))
         cells, like, shape = tiles.cells, tiles.zeros(), (tiles.num_prefixes,)
         positives = LogSumExp.of_groups(sweep.positives_KP, cells.pair_rows, cells.num_rows)
+        # Queries are summed by one rank each: the sums of all others are empty, so that merging them is a gather.
         of_queries = [LogSumExp.empty(*shape, batch.structure.num_queries, like=like, bounded=False) for _ in range(2)]
-        own = batch.rows
         for whole, part in zip(of_queries, (rows, positives), strict=True):
             part = part.without_idle_maxima()
-            whole.max[:, own], whole.sum[:, own] = part.max, part.sum
+            whole.max[:, batch.rows], whole.sum[:, batch.rows] = part.max, part.sum
         documents = LogSumExp.empty(*shape, cells.num_columns, like=like, bounded=False)
         if sweep.columns is not None:
             documents = sweep.columns.without_idle_maxima()
         if (rows_of := self._of_documents(batch, tiles)) is not None:
-            places, block = rows_of
-            both = documents[:, places].merge(_swept(SoftmaxSweep(block, columns=False)).without_idle_maxima())
-            documents.max[:, places], documents.sum[:, places] = both.max, both.sum
+            # Columns and rows of a document end up in one sum: both have the same shift for its queries.
+            wanted_W, block = rows_of
+            both = documents[:, wanted_W].merge(_swept(SoftmaxSweep(block, columns=False)).without_idle_maxima())
+            documents.max[:, wanted_W], documents.sum[:, wanted_W] = both.max, both.sum
         parts = (*of_queries, documents)
-        columns = LogSumExp(torch.cat([each.max for each in parts], 1), torch.cat([each.sum for each in parts], 1))
+        columns = LogSumExp(torch.cat([part.max for part in parts], 1), torch.cat([part.sum for part in parts], 1))
         return Statistics(sweep, columns)
 
     @torch.no_grad()
@@ -168,24 +172,29 @@ class JointInfoNCE(InfoNCE):
         tiles = sweep.tiles
         out = empty_gradients(tiles, batch, into)
         loss, shifts_KQ, shifts_KD, sweep.pair_slopes_KP = self._terms(batch, sweep, statistics.columns)
-        own_KQ = shifts_KQ[:, batch.rows]
-        _back(sweep, own_KQ, shifts_KD if self.columns_too else None, out)
+        row_shifts_KQ = shifts_KQ[:, batch.rows]
+        _back(sweep, row_shifts_KQ, shifts_KD if self.columns_too else None, out)
         scale_gradient = tiles.finish(out)
         if self.queries_too:
             block = self._of_queries(batch, tiles)
             into_rows = EmbeddingGradients(out.dq_QE, out.dd_DE[:0], *_moments(block))
-            _back(SoftmaxSweep(block, columns=True), own_KQ, shifts_KQ, into_rows)
+            # Rows are this rank's queries, columns those of all ranks. With both shifts the gradient of a row is
+            # complete, and each column gets its gradient as a row of some rank.
+            _back(SoftmaxSweep(block, columns=True), row_shifts_KQ, shifts_KQ, into_rows)
             scale_gradient = scale_gradient + block.finish(into_rows) / 2  # each pair of queries is seen from both
         if (rows_of := self._of_documents(batch, tiles)) is not None:
-            places, block = rows_of
-            rows_NE = tiles.zeros(len(places), batch.d_DE.shape[1])
+            wanted_W, block = rows_of
+            rows_NE = tiles.zeros(len(wanted_W), batch.d_DE.shape[1])
             into_both = EmbeddingGradients(rows_NE, out.dd_DE, *_moments(block))
-            _back(SoftmaxSweep(block, columns=False), shifts_KD[:, places], None, into_both)
+            _back(SoftmaxSweep(block, columns=False), shifts_KD[:, wanted_W], None, into_both)
             scale_gradient = scale_gradient + block.finish(into_both)
-            out.dd_DE.index_add_(0, places, rows_NE)
+            out.dd_DE.index_add_(0, wanted_W, rows_NE)  # numbers are unique: nothing is added twice, in no order
         if self.prefixes is None:  # each logit is s <a, b>, and both sides have its gradient
             sides = ((batch.q_QE, out.dq_QE), (batch.d_DE, out.dd_DE))
-            scale_gradient = torch.stack([_dot(*side, tiles) for side in sides]).sum() / 2
+            # Some rows at a time: products of all would be as large as the embeddings.
+            blocks = [zip(*(side.split(tiles.tile_size) for side in pair), strict=True) for pair in sides]
+            dots = [(z.to(tiles.dtype) * dz).sum() for pairs in blocks for z, dz in pairs]
+            scale_gradient = torch.stack([tiles.zeros(), *dots]).sum() / 2
         return LossGradients(loss, out.dq_QE, out.dd_DE, {"log_scale": scale_gradient.to(self.log_scale.dtype)})
 
     def _terms(
@@ -195,7 +204,8 @@ class JointInfoNCE(InfoNCE):
         tiles, num_queries = sweep.tiles, batch.structure.num_queries
         rows_KQ, p_KQ, documents_KD = columns.value().split([num_queries, num_queries, tiles.cells.num_columns], dim=1)
         pairs = np.unique(batch.structure.positives_P2.cpu().numpy(), axis=0).T.copy()
-        queries_P, documents_P = (to_device(torch.from_numpy(each), tiles.device) for each in pairs)
+        queries_P, documents_P = (to_device(torch.from_numpy(side), tiles.device) for side in pairs)
+        # Sums over documents reach a query by way of its positives; a query with two of them has both sums.
         through_KQ = LogSumExp.of_groups(documents_KD[:, documents_P], queries_P, num_queries).value()
         n_KQ = torch.logaddexp(rows_KQ, through_KQ)
         if self.columns_too:
@@ -205,11 +215,12 @@ class JointInfoNCE(InfoNCE):
         weights_KQ = self.weights_of(query_shares(batch.structure), tiles)
         if self.focal_gamma:
             weights_KQ = weights_KQ * gap_KQ.sigmoid().pow(self.focal_gamma)
-        own = batch.rows
-        loss = (-logsigmoid(-gap_KQ) * weights_KQ)[:, own].sum()
+        loss = (-logsigmoid(-gap_KQ) * weights_KQ)[:, batch.rows].sum()
         shifts_KQ = torch.where(counts_KQ, weights_KQ.log() - torch.logaddexp(n_KQ, p_KQ), -math.inf)
         shifts_KD = LogSumExp.of_groups(shifts_KQ[:, queries_P], documents_P, tiles.cells.num_columns).value()
-        logits_KP, rows_P = sweep.positives_KP, tiles.cells.pair_rows + own.start
+        logits_KP, rows_P = sweep.positives_KP, tiles.cells.pair_rows + batch.first_query
+        # A positive stands in the sum over all (rises) and in the one that is subtracted (falls); where columns compete
+        # it stands in the former twice.
         falls_KP = (logits_KP - p_KQ[:, rows_P]).exp() * gap_KQ[:, rows_P].sigmoid() * weights_KQ[:, rows_P]
         rises_KP = (logits_KP + shifts_KQ[:, rows_P]).exp() if self.columns_too else torch.zeros_like(falls_KP)
         return loss, shifts_KQ, shifts_KD, rises_KP - falls_KP
@@ -228,9 +239,9 @@ class JointInfoNCE(InfoNCE):
             return None
         structure, wanted_W = _among_documents(batch.structure)
         ends = (batch.queries.start, batch.queries.stop)
-        rows = range(*(len(wanted_W) * each // batch.structure.num_queries for each in ends))
-        places = to_device(torch.from_numpy(wanted_W[rows.start : rows.stop]), tiles.device)
-        return places, self._block(batch.d_DE[places], batch.d_DE, structure, rows, tiles)
+        rows = range(*(len(wanted_W) * end // batch.structure.num_queries for end in ends))
+        wanted = to_device(torch.from_numpy(wanted_W[rows.start : rows.stop]), tiles.device)
+        return wanted, self._block(batch.d_DE[wanted], batch.d_DE, structure, rows, tiles)
 
     def _block(
         self, rows_NE: Tensor, columns_ME: Tensor, structure: BatchStructure, rows: range, tiles: SimilarityTiles
@@ -263,12 +274,6 @@ def _back(sweep: SoftmaxSweep, rows_KQ: Tensor, columns_KD: Tensor | None, out: 
 def _moments(tiles: SimilarityTiles) -> tuple[Tensor, Tensor]:
     rows, columns = (tiles.zeros(tiles.num_prefixes, n) for n in (tiles.cells.num_rows, tiles.cells.num_columns))
     return rows, columns
-
-
-def _dot(z_NE: Tensor, gradient_NE: Tensor, tiles: SimilarityTiles) -> Tensor:
-    """Return the sum of the products of embeddings and their gradients, some rows at a time."""
-    parts = zip(z_NE.split(tiles.tile_size), gradient_NE.split(tiles.tile_size), strict=True)
-    return torch.stack([tiles.zeros(), *((z.to(tiles.dtype) * dz).sum() for z, dz in parts)]).sum()
 
 
 # Which queries, and which documents, belong together: they don't compete with each other ------------------------------

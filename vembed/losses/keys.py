@@ -133,7 +133,7 @@ class LossChoice(Section):
 
 
 class LossKeys(TileKeys, PrefixKeys, MaskKeys, LossChoice):
-    """What is minimised."""
+    """The loss of a run, and keys that most losses take."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -358,7 +358,7 @@ class InBatchHardKeys(SoftmaxKeys):
 
     @property
     def numbers_kept(self) -> tuple[int, int]:
-        """Numbers kept of each query and document: logits and places of each prefix, and the slopes of one."""
+        """Numbers kept of each query and document: logits and positions of each prefix, and the slopes of one."""
         if self.use_all_negatives:
             return 0, 0
         of_each = self.hard_topk * (2 * len(self.mrl_dims or [0]) + 4)
@@ -543,13 +543,12 @@ class TripletKeys(OurLoss, CellKeys):
 
     @property
     def tile_blocks(self) -> tuple[int, int]:
-        """The logits, the excess of some pairs, and the violations."""
-        return 3 + self.filter_blocks, 0
-
-    @property
-    def query_copies(self) -> int:
-        """Rows of pairs whose similarity is known first; triplets have those of their cells."""
-        return 1 if self.triplet_negatives == "all" else 6
+        """The logits, the excess of some pairs and the violations; of triplets of cells, rows of both sides."""
+        if self.triplet_negatives == "all":
+            return 3 + self.filter_blocks, 0
+        # Rows of one block of cells live until those of the next are made. Listed negatives are found without a tile.
+        logits = 1 if self.triplet_negatives == "hardest" else 0
+        return logits + 4 + self.filter_blocks, 0
 
     @property
     def row_negatives(self) -> str:

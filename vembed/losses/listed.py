@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 class ListedPairs(NamedTuple):
     """The listed pairs of some queries."""
 
-    own_A: NDArray[np.int64]  # which of the batch's listed pairs they are
+    numbers_A: NDArray[np.int64]  # of them among the batch's listed pairs
     queries_A: NDArray[np.int64]  # rows of the batch
     documents_A: NDArray[np.int64]
 
@@ -64,8 +64,8 @@ class ListedPairs(NamedTuple):
         pairs_P2 = np.zeros((0, 2), dtype=np.int64)
         if structure.listed_P2 is not None:
             pairs_P2 = structure.listed_P2.cpu().numpy()
-        own_A = np.flatnonzero((pairs_P2[:, 0] >= queries.start) & (pairs_P2[:, 0] < queries.stop))
-        return cls(own_A, *pairs_P2[own_A].T)
+        numbers_A = np.flatnonzero((pairs_P2[:, 0] >= queries.start) & (pairs_P2[:, 0] < queries.stop))
+        return cls(numbers_A, *pairs_P2[numbers_A].T)
 
 
 class PairSweep:
@@ -92,7 +92,8 @@ class PairSweep:
     @torch.no_grad()
     def similarities(self) -> Tensor:
         """Return those of all pairs (K, A)."""
-        similarity_KA = torch.empty(len(self._dims), len(self.pairs.own_A), dtype=self._dtype, device=self._q.device)
+        shape = len(self._dims), len(self.pairs.numbers_A)
+        similarity_KA = torch.empty(shape, dtype=self._dtype, device=self._q.device)
         for block, queries_N, documents_N in self._blocks():
             q_NE, d_NE = self._of(queries_N, documents_N)
             for prefix, dim in enumerate(self._dims):
@@ -112,7 +113,7 @@ class PairSweep:
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield the slice of each block among the pairs, and its rows of both sides."""
-        for start in range(0, len(self.pairs.own_A), self._rows):
+        for start in range(0, len(self.pairs.numbers_A), self._rows):
             block = slice(start, start + self._rows)
             rows = (self.pairs.queries_A[block] - self._first, self.pairs.documents_A[block])
             queries_N, documents_N = (to_device(torch.from_numpy(side), self._q.device) for side in rows)
@@ -157,6 +158,7 @@ class ListedLoss(StreamedLoss):
         """Return loss and gradients of this rank's pairs."""
         sweep = PairSweep(batch, pair_similarity, dims=self.prefix_dims, tile_size=self.tile_size)
         dq_QE, dd_DE = zero_gradients(batch, into)
+        # The leaf is one number for each pair: autograd has the formula alone, the sweep takes its slopes further.
         with torch.enable_grad():
             similarity_KA = sweep.similarities().requires_grad_()
             parts = zip(self.prefix_weights, similarity_KA, strict=True)
@@ -172,22 +174,22 @@ def scores_of(pairs: ListedPairs, structure: BatchStructure, like: Tensor) -> Te
     if structure.listed_scores_P is None:
         return like.new_zeros(0)
     scores_P = structure.listed_scores_P
-    scores_A = scores_P[torch.from_numpy(pairs.own_A).to(scores_P.device)].to(like.dtype)
+    scores_A = scores_P[torch.from_numpy(pairs.numbers_A).to(scores_P.device)].to(like.dtype)
     return to_device(scores_A, like.device)
 
 
-def shares(own_N: NDArray[np.int64], all_N: NDArray[np.int64], structure: BatchStructure, like: Tensor) -> Tensor:
+def shares(queries_N: NDArray[np.int64], all_N: NDArray[np.int64], structure: BatchStructure, like: Tensor) -> Tensor:
     """Return the share of each of this rank's terms in the mean over all ranks' (N,), by the weights of rows.
 
     Args:
-        own_N: Query of each of this rank's terms.
+        queries_N: Query of each of this rank's terms.
         all_N: Query of each term of the whole batch.
         like: Gives type and device.
     """
     weights_Q = np.ones(structure.num_queries)
     if structure.weights_Q is not None:
         weights_Q = structure.weights_Q.cpu().numpy()
-    shares_N = torch.from_numpy(weights_Q[own_N] / (weights_Q[all_N].sum() or 1.0)).to(like.dtype)
+    shares_N = torch.from_numpy(weights_Q[queries_N] / (weights_Q[all_N].sum() or 1.0)).to(like.dtype)
     return to_device(shares_N, like.device)
 
 
@@ -230,7 +232,7 @@ class MarginMseLoss(ListedLoss):
 
 
 def _margins(pairs: ListedPairs, structure: BatchStructure) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the places among some pairs of the listed positive and the other listed document of each margin."""
+    """Return, for each margin, the indices among some pairs of the listed positive and of the other document."""
     columns = np.array([structure.num_documents, 1])  # one number for each pair, by which pairs are compared
     known = structure.positives_P2.cpu().numpy() @ columns
     is_positive_A = np.isin(np.stack([pairs.queries_A, pairs.documents_A], axis=1) @ columns, known)
@@ -271,6 +273,7 @@ class KlLoss(ListedLoss):
         """Return the weighted sum of these queries' divergences."""
         all_queries, sizes = np.unique(ListedPairs.of(structure).queries_A, return_counts=True)
         present, lists = np.unique(pairs.queries_A, return_inverse=True)
+        # Terms of a list are weighed by its query; lists are counted over all ranks, where each rank has some of them.
         shares_L = shares(present, all_queries[sizes > 1], structure, similarity_A)  # a list of one has no divergence
         lists_A = to_device(torch.from_numpy(lists), similarity_A.device)
         student_A = _log_shares(similarity_A / self.student_temperature, lists_A, len(present))
@@ -282,4 +285,5 @@ class KlLoss(ListedLoss):
 
 def _log_shares(logits_A: Tensor, lists_A: Tensor, count: int) -> Tensor:
     """Return the log of each logit's share of its list, (A,)."""
+    # The log-sum-exp of each list without a loop over lists, which have different lengths.
     return logits_A - LogSumExp.of_groups(logits_A[None], lists_A, count).value()[0, lists_A]

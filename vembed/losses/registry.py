@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from vembed.losses.base import BatchLoss, LossCommon
 
 Supervision = Literal["positives", "classes", "pairs", "lists"]
-"""What a loss learns from: positives among the documents of the batch, classes, listed pairs with scores, or several
-such pairs of one row."""
+"""Supervision that a loss learns from: positives among the documents of the batch, classes, listed pairs with scores,
+or several such pairs of one row."""
 
 Memory = Literal["matrix", "tiles", "pairs", "tokens", "gram"]
-"""What a loss holds at once: the whole similarity matrix, tiles of it, values of listed pairs, the similarities of all
-vectors of rows with several, or the products of all dims with each other."""
+"""Numbers that a loss holds at once: the whole similarity matrix, tiles of it, values of listed pairs, the similarities
+of all vectors of rows with several, or the products of all dims with each other."""
 
 ANY_SCORE = (-math.inf, math.inf)
 """Bounds of the scores of pairs where a loss takes any."""
@@ -100,6 +100,7 @@ class LossSection(Section):
         if not isinstance(cls.loss, str):
             plugin: type[BatchLoss] = cls.loss
             return plugin
+        # A name until now: checking a configuration must not import torch, which takes seconds.
         module, name = cls.loss.split(":")
         ours: type[BatchLoss] = getattr(importlib.import_module(module), name)
         return ours
@@ -143,6 +144,7 @@ class RunLoss:
         Raises:
             ConfigError: There is no loss of a name.
         """
+        # Sources without a loss of their own share the sum; where all end up with one loss, batches may mix them.
         main = cls(tuple((loss_section(name), weight) for name, weight in {loss_type: 1.0, **added}.items()))
         losses = tuple(main if name is None else cls(((loss_section(name), 1.0),)) for name in of_sources)
         if all(name is None for name in of_sources):
@@ -174,7 +176,7 @@ class RunLoss:
 
     @property
     def multi_vector(self) -> bool:
-        """Whether rows have several vectors; losses of one run agree on that."""
+        """True where rows have several vectors; losses of one run agree on that."""
         return self.sections[0].multi_vector
 
     def needs(self) -> LossNeeds:
@@ -246,11 +248,13 @@ def register_loss(loss: AnyLoss) -> AnyLoss:
         values = getattr(section, fact)
         if not set([values] if isinstance(values, str) else values) <= set(allowed):
             raise ConfigError(f"{where}: {fact} must be of {', '.join(allowed)}, got {values!r}")
+    # Keys of all losses stand in one configuration, where most of them don't act.
     for name, info in section.model_fields.items():
         if info.is_required():
             raise ConfigError(f"{where}: key {name} has no default; runs with other losses need one")
         if not isinstance(info.json_schema_extra, dict) or not info.description:
             raise ConfigError(f"{where}: key {name} is not made by key(default, meaning)")
+    # What the class says already isn't asked a second time; `memory` alone may be stated by a class between.
     section.loss = loss
     section.multi_vector = loss.multi_vector
     if not any("memory" in vars(part) for part in section.__mro__ if part is not LossSection):

@@ -50,6 +50,7 @@ class SigmoidSweep(Sweep):
 
     def slopes(self, part: TileLogits) -> Tensor:
         """Add the terms of a tile, and turn it into sigmoid(logit + bias) times the weight of the query."""
+        # Masked cells hold -inf, of which softplus and sigmoid make 0. The filter has compared logits without the bias.
         logits_RC, positives_P = part.logits_RC.add_(self.bias), part.positives_P + self.bias
         weights_Q = self.weights_KQ[part.prefix]
         weights_R, weights_P = weights_Q[part.tile.rows], weights_Q[self.tiles.cells.pair_rows[part.tile.pairs]]
@@ -106,7 +107,7 @@ class SigmoidLoss(CellLoss):
         tiles = self.tiles(batch, scale=scale)
         return SigmoidSweep(tiles, self.query_weights(batch, tiles), bias)
 
-    def own_gradients(self, sweep: SigmoidSweep, scale_gradient: Tensor) -> dict[str, Tensor]:
+    def parameter_gradients(self, sweep: SigmoidSweep, scale_gradient: Tensor) -> dict[str, Tensor]:
         """Return the gradients of log scale and bias."""
         return {"log_scale": scale_gradient.to(self.bias.dtype), "bias": sweep.bias_gradient.to(self.bias.dtype)}
 

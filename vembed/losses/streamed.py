@@ -81,7 +81,7 @@ class LossGradients(NamedTuple):
     loss: Tensor  # a scalar
     dq_QE: Tensor  # dL/d(queries of this rank), complete
     dd_DE: Tensor  # dL/d(documents of all ranks), of this rank's queries
-    own: dict[str, Tensor]  # gradients of the loss's own parameters, by name
+    parameters: dict[str, Tensor]  # gradients of the loss's own parameters, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class StreamedLoss(BatchLoss):
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether `gradients` takes the statistics of all ranks."""
+        """True where `gradients` takes the statistics of all ranks."""
         return False
 
     def statistics(self, batch: StreamedBatch) -> Statistics:
@@ -186,7 +186,7 @@ class StreamedLoss(BatchLoss):
         if self.mask_false_negatives:
             masked_QD = false_negative_mask(structure, positive_QD)
         if self.negative_filter is not None:
-            masked_QD = masked_QD | self.negative_filter.found(structure, similarity_QD, positive_QD)
+            masked_QD = masked_QD | self.negative_filter.false_negatives(structure, similarity_QD, positive_QD)
         return masked_QD
 
     def query_weights(self, batch: StreamedBatch, tiles: SimilarityTiles, share: float = 1.0) -> Tensor:
@@ -238,7 +238,7 @@ class Sweep:
     takes_kept_logits: ClassVar[bool] = False
     """With reach "row": whether `slopes` goes on from the matrix that `collect` left, which saves a product."""
     every_cell: ClassVar[bool] = False
-    """Whether positives and masked cells are cells like any other; then `positives_P` is empty."""
+    """True where positives and masked cells are cells like any other; then `positives_P` is empty."""
 
     def __init__(self, tiles: SimilarityTiles) -> None:
         self.tiles = tiles
@@ -270,7 +270,7 @@ class CellLoss(StreamedLoss):
     def sweep(self, batch: StreamedBatch) -> Sweep:
         """Begin the sums of a batch."""
 
-    def own_gradients(self, sweep: Any, scale_gradient: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
+    def parameter_gradients(self, sweep: Any, scale_gradient: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the gradients of the loss's own parameters after the last tile, by name."""
         return {}
 
@@ -301,8 +301,8 @@ class CellLoss(StreamedLoss):
             sweep.complete(slice(0, sweep.tiles.cells.num_rows), statistics)
         out = empty_gradients(sweep.tiles, batch, into)
         differentiate(sweep, out)
-        own = self.own_gradients(sweep, sweep.tiles.finish(out))
-        return LossGradients(sweep.loss, out.dq_QE, out.dd_DE, own)
+        parameters = self.parameter_gradients(sweep, sweep.tiles.finish(out))
+        return LossGradients(sweep.loss, out.dq_QE, out.dd_DE, parameters)
 
 
 def collect_rows(sweep: Sweep, rows: slice, *, keeps: bool = False) -> list[TileLogits]:
@@ -321,13 +321,14 @@ def collect_rows(sweep: Sweep, rows: slice, *, keeps: bool = False) -> list[Tile
 def differentiate(sweep: Sweep, out: EmbeddingGradients) -> None:
     """Add the slopes of all tiles to the gradients of the embeddings."""
     tiles = sweep.tiles
+    # Kept logits are worth a product of Q x D x E: 3 instead of 4.
     height = _kept_height(tiles) if sweep.reach == "row" and sweep.takes_kept_logits else None
     for rows in tiles.row_blocks(height):
         kept: list[TileLogits] = []
         if sweep.reach == "row":
             kept = collect_rows(sweep, rows, keeps=height is not None)
             sweep.complete(rows)
-        if kept:
+        if kept:  # every tile of the block has memory of its own, and the matrix is as `collect` left it
             for number, part in enumerate(kept):
                 _replace_by_slopes(sweep, part)
                 tiles.backward_plain(part.tile, part.logits_RC, out, f"kept {number}")
@@ -352,6 +353,8 @@ def _kept_height(tiles: SimilarityTiles) -> int | None:
 
     Prefixes share a product on the way forth, so that keeping the logits of each would save little of it.
     """
+    # As many rows as fill STRIP_TILES tiles with all of their columns: the more documents, the flatter the block. Flat
+    # blocks leave a device idle, and every one of them reads all documents again.
     num_vectors = min(tiles.tile_size, STRIP_TILES * tiles.tile_size**2 // tiles.cells.num_columns)
     enough = min(LEAST_STRIP_ROWS, tiles.tile_size, tiles.cells.num_rows)
     if tiles.has_prefixes or num_vectors < enough:
@@ -363,7 +366,7 @@ def _excluded(sweep: Sweep, tile: Tile, prefix: int, logits_RC: Tensor) -> TileL
     """Take the positives out of fresh logits, and leave -inf there and where the document is masked."""
     if sweep.every_cell:
         return TileLogits(logits_RC, logits_RC.new_empty(0), tile, prefix)
-    positives_P = logits_RC.view(-1)[tile.pair_cells]
+    positives_P = logits_RC.view(-1)[tile.pair_cells]  # a copy, before -inf takes their cells
     sweep.tiles.exclude(prefix, tile, logits_RC)
     return TileLogits(logits_RC, positives_P, tile, prefix)
 
@@ -413,6 +416,7 @@ class LogSumExp:
             groups_P: Group of each of the P logits, int64.
         """
         groups_KP = groups_P.expand(logits_KP.shape)
+        # Scattered by group: no loop, no sort, and no number is read from the device.
         top = logits_KP.new_full((len(logits_KP), count), -math.inf)
         top.scatter_reduce_(1, groups_KP, logits_KP, "amax")
         terms = (logits_KP - _finite(top).gather(1, groups_KP)).exp_()
@@ -445,6 +449,7 @@ class LogSumExp:
 
     def add_logits(self, index: tuple[int, slice], logits_RC: Tensor, *, dim: int, scratch_RC: Tensor) -> None:
         """Add a tile to some of the sums, in place: over columns with dim 1, over rows with dim 0."""
+        # Online softmax: rescale the sum so far to the new maximum, then add the tile under it.
         top = torch.maximum(self.max[index], logits_RC.amax(dim))
         shift = _finite(top)
         terms = torch.sub(logits_RC, shift.unsqueeze(dim), out=scratch_RC).exp_()
@@ -459,10 +464,10 @@ def _finite(top: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Hardest:
-    """The k largest logits of each group and where they stand; of equal logits, those at the lowest places count."""
+    """The k largest logits of each group and their positions; of equal logits, those at the lowest positions count."""
 
     logits: Tensor  # (..., k), descending; -inf where a group has fewer
-    places: Tensor  # (..., k), int32
+    positions: Tensor  # (..., k), int32
 
     @classmethod
     def empty(cls, *shape: int, like: Tensor) -> Hardest:
@@ -472,20 +477,21 @@ class Hardest:
     @classmethod
     def merged(cls, parts: Sequence[Hardest]) -> Hardest:
         """Return the largest of several lists of one shape."""
-        whole = cls(torch.cat([part.logits for part in parts], -1), torch.cat([part.places for part in parts], -1))
+        whole = cls(torch.cat([part.logits for part in parts], -1), torch.cat([part.positions for part in parts], -1))
         return whole._largest(parts[0].logits.shape[-1])
 
     def add_logits(self, index: tuple[int, slice], logits_RC: Tensor, first: int) -> None:
         """Add a tile to some of the groups, in place.
 
         Args:
-            first: Place of the tile's first column.
+            first: Position of the tile's first column.
         """
-        places_C = torch.arange(first, first + logits_RC.shape[1], dtype=torch.int32, device=logits_RC.device)
+        positions_C = torch.arange(first, first + logits_RC.shape[1], dtype=torch.int32, device=logits_RC.device)
+        # The largest k of a tile first: merging all of its columns would sort R x (k + C) numbers again.
         count = self.logits.shape[-1]
-        tile = Hardest(logits_RC, places_C.expand_as(logits_RC))._largest(count)
-        largest = Hardest.merged([Hardest(self.logits[index], self.places[index]), tile])
-        self.logits[index], self.places[index] = largest.logits, largest.places
+        tile = Hardest(logits_RC, positions_C.expand_as(logits_RC))._largest(count)
+        largest = Hardest.merged([Hardest(self.logits[index], self.positions[index]), tile])
+        self.logits[index], self.positions[index] = largest.logits, largest.positions
 
     def _largest(self, most: int) -> Hardest:
         """Return the largest `most`. Which of equal logits `topk` takes is left open, so the least ones are redone."""
@@ -493,7 +499,8 @@ class Hardest:
         logits, columns = self.logits.topk(count)
         least = logits[..., -1:]
         others = (self.logits < least).logical_or_(self.logits > least)  # NaN counts as equal: its place must be real
-        equal = self.places.neg().masked_fill_(others, torch.iinfo(torch.int32).min).topk(count).values.neg_()
+        equal = self.positions.neg().masked_fill_(others, torch.iinfo(torch.int32).min).topk(count).values.neg_()
+        # Entries above the least are those of `topk`. Behind them come the equal ones, from the lowest position on.
         nth = torch.arange(count, device=least.device) - (logits > least).sum(-1, keepdim=True)
-        places = torch.where(nth < 0, self.places.gather(-1, columns), equal.gather(-1, nth.clamp_min(0)))
-        return Hardest(logits, places)
+        positions = torch.where(nth < 0, self.positions.gather(-1, columns), equal.gather(-1, nth.clamp_min(0)))
+        return Hardest(logits, positions)

@@ -150,7 +150,7 @@ class SimilarityTiles:
 
     @property
     def has_prefixes(self) -> bool:
-        """Whether the embeddings are cut and normalised."""
+        """True where the embeddings are cut and normalised."""
         return self._prefixes is not None
 
     def zeros(self, *shape: int) -> Tensor:
@@ -159,6 +159,7 @@ class SimilarityTiles:
 
     def scratch(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
         """Return uninitialised memory for a tile, the same for the same name: an allocation each would cost more."""
+        # The last tiles of a strip are narrower: they take a part of the memory of the others.
         size = shape[0] * shape[1]
         if name not in self._scratch or self._scratch[name].numel() < size:
             self._scratch[name] = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
@@ -166,6 +167,7 @@ class SimilarityTiles:
 
     def row_blocks(self, height: int | None = None) -> Iterator[slice]:
         """Cut this rank's rows into blocks; None makes tiles square."""
+        # Rows of several vectors make taller products: fewer of them fit the height of a tile.
         step = height or max(1, self.tile_size // self.row_vectors)
         for start in range(0, self.cells.num_rows, step):
             yield slice(start, min(start + step, self.cells.num_rows))
@@ -193,6 +195,7 @@ class SimilarityTiles:
         """Return the logits of a tile (R, C) without prefixes, in memory of that name."""
         q_RE, d_CE = self._of(tile)
         logits_RC = self.scratch(name, tile.shape)
+        # The scale is a factor of the product, which spares a pass over the tile.
         return torch.addmm(logits_RC, q_RE, d_CE.T, beta=0, alpha=self.scale, out=logits_RC)
 
     def backward_plain(
@@ -228,6 +231,7 @@ class SimilarityTiles:
             matrix_RC = self._scaled(dot_RC, tile, prefix, self.scratch(f"gradient {prefix}", tile.shape))
             differentiate(prefix, matrix_RC)
             self._scaled(matrix_RC, tile, prefix, matrix_RC)  # G_m becomes A_m
+            # A_m dot_m = G_m S_m, as the norms of both cancel: its sums are the moments for `finish`.
             moments_RC = torch.mul(matrix_RC, dot_RC, out=self.scratch("logits", tile.shape))
             out.row_moments_KQ[prefix, tile.rows] += moments_RC.sum(1)
             out.column_moments_KD[prefix, tile.columns] += moments_RC.sum(0)
@@ -262,7 +266,7 @@ class SimilarityTiles:
         Args:
             cells: Row and column of each cell (N,).
         """
-        done = 0
+        done = 0  # cells of the blocks before
         for rows, columns, q_NE, d_NE in self._cell_blocks(prefix, cells):
             slopes_N = self.scale * gradients_N[done : done + len(rows)]
             done += len(rows)
@@ -296,6 +300,7 @@ class SimilarityTiles:
         sides = ((self._q, out.dq_QE, out.row_moments_KQ), (self._d, out.dd_DE, out.column_moments_KD))
         for side, (z_NE, gradient_NE, moments_KN) in enumerate(sides[: 1 if self.rows_only else 2]):
             along_N = self.zeros(len(z_NE))
+            # From the longest prefix down: dims of a block lie in this prefix and in all longer ones.
             for prefix in reversed(range(self.num_prefixes)):
                 inverse_N = self._inverse_norms[prefix][side]
                 # Where epsilon stands in for the norm, the norm isn't differentiated.
@@ -319,6 +324,7 @@ class SimilarityTiles:
         """Add the block of a prefix to the dot products of the prefixes before it."""
         q_RE, d_CE = self._of(tile)
         block, dot_RC = self._block(prefix), self.scratch("dot", tile.shape)
+        # beta 0 ignores what the scratch memory held, NaN as well.
         return torch.addmm(dot_RC, q_RE[:, block], d_CE[:, block].T, beta=min(prefix, 1), out=dot_RC)
 
     def _scaled(self, matrix_RC: Tensor, tile: Tile, prefix: int, out_RC: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from vembed.losses.streamed import (
     empty_gradients,
     streamed_options,
 )
-from vembed.losses.tiles import pair_similarity, weighted_similarities
+from vembed.losses.tiles import weighted_similarities
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,10 +120,11 @@ class TripletLoss(CellLoss):
         """Begin the counts of the triplets that exceed 0."""
         tiles = self.tiles(batch, scale=1.0)
         cells = tiles.cells
-        q_PE, d_PE = batch.q_QE[cells.pair_rows].to(tiles.dtype), batch.d_DE[cells.pair_columns].to(tiles.dtype)
-        positives_KP = torch.stack([pair_similarity(q_PE, d_PE, dim) for dim in self.prefix_dims])
+        # Every excess needs its positive, wherever it stands: before any tile is swept, block by block of pairs.
+        pairs = cells.pair_rows, cells.pair_columns
+        positives_KP = torch.stack([tiles.cell_logits(prefix, pairs) for prefix in range(tiles.num_prefixes)])
         weights_K = torch.tensor(self.prefix_weights, dtype=tiles.dtype, device=tiles.device)
-        return TripletSweep(tiles, self.margin, positives_KP, self._own_weights(batch, tiles), weights_K)
+        return TripletSweep(tiles, self.margin, positives_KP, self._relative_weights(batch, tiles), weights_K)
 
     def shared(self, sweep: TripletSweep) -> Statistics:
         """Return the number of this rank's triplets that exceed 0, by weight, (K,)."""
@@ -154,7 +155,7 @@ class TripletLoss(CellLoss):
         tiles.finish(out)
         return LossGradients(loss, out.dq_QE, out.dd_DE, {})
 
-    def _own_weights(self, batch: StreamedBatch, tiles: SimilarityTiles) -> Tensor:
+    def _relative_weights(self, batch: StreamedBatch, tiles: SimilarityTiles) -> Tensor:
         """Return the weights of this rank's queries over the mean of all, (Q,)."""
         return to_device(relative_weights(batch.structure)[batch.rows].to(tiles.dtype), tiles.device)
 
@@ -164,12 +165,15 @@ class TripletLoss(CellLoss):
         for rows in tiles.row_blocks():
             collect_rows(hardest, rows)
         best_KQ, columns_KQ = hardest.best_KQ, hardest.columns_KQ
+        # The mean is over the pairs of all ranks, whether or not their query has a negative: no collective is needed.
         queries_P = torch.unique(batch.structure.positives_P2, dim=0)[:, 0]
         number = relative_weights(batch.structure)[queries_P].sum().item()
-        weights_KQ = self._own_weights(batch, tiles) / (number or 1.0) * (best_KQ != -math.inf)
+        weights_KQ = self._relative_weights(batch, tiles) / (number or 1.0) * (best_KQ != -math.inf)
         rows_P, documents_P = cells.pair_rows, cells.pair_columns
-        found_K = zip(columns_KQ, weights_KQ, strict=True)
-        return [_Triplets(rows_P, documents_P, columns_Q[rows_P], each_Q[rows_P]) for columns_Q, each_Q in found_K]
+        prefixes = zip(columns_KQ, weights_KQ, strict=True)
+        return [
+            _Triplets(rows_P, documents_P, columns_Q[rows_P], weights_Q[rows_P]) for columns_Q, weights_Q in prefixes
+        ]
 
     def _listed(self, batch: StreamedBatch, tiles: SimilarityTiles) -> list[_Triplets]:
         """Return this rank's triplets of a positive and a hard negative, by prefix."""
@@ -180,6 +184,7 @@ class TripletLoss(CellLoss):
         if structure.negatives_P2 is not None:
             named_N2 = np.unique(structure.negatives_P2.cpu().numpy(), axis=0)
         negatives_N2 = named_N2[whole.are_negatives(named_N2)]
+        # Sorted by query, the negatives of one are a range; each of its positives is paired with the whole range.
         starts_Q = np.searchsorted(negatives_N2[:, 0], np.arange(structure.num_queries + 1))
         queries_P, positives_P = whole.pair_rows.cpu().numpy(), whole.pair_columns.cpu().numpy()
         counts_P = np.diff(starts_Q)[queries_P]
@@ -189,9 +194,9 @@ class TripletLoss(CellLoss):
         weights_T = relative_weights(structure)[torch.from_numpy(queries_T)]
         weights_T = (weights_T / _or_one(weights_T.sum()))[first:stop].to(tiles.dtype)
         columns = (queries_T - batch.queries.start, positives_T, negatives_T)
-        queries, positives, negatives = (to_device(torch.from_numpy(each[first:stop]), device) for each in columns)
-        own = _Triplets(queries, positives, negatives, to_device(weights_T, device))
-        return [own] * len(self.prefix_dims)
+        queries, positives, negatives = (to_device(torch.from_numpy(rows[first:stop]), device) for rows in columns)
+        triplets = _Triplets(queries, positives, negatives, to_device(weights_T, device))
+        return [triplets] * len(self.prefix_dims)
 
 
 class TripletSweep(Sweep):
@@ -220,6 +225,7 @@ class TripletSweep(Sweep):
     def slopes(self, part: TileLogits) -> Tensor:
         """Add the excess of a tile, and turn a cell into the number of positives that it comes too close to."""
         similarity_RC, tile, weights_Q = part.logits_RC, part.tile, self.weights_KQ[part.prefix]
+        # Of integers up to the positives of a query, which float32 adds up exactly: `index_add_` needs no order.
         violations_RC = self.tiles.scratch("violations", tile.shape).zero_()
         for _, rows_P, excess_PC in self._excess(part):
             self.loss += excess_PC.relu_().sum(dim=1) @ weights_Q[tile.rows][rows_P]
@@ -233,6 +239,7 @@ class TripletSweep(Sweep):
         Each comes with the numbers of its pairs and their rows in the tile.
         """
         tile, cells = part.tile, self.tiles.cells
+        # A query with several positives has its row several times here: as many rows at a time as the tile has.
         inside, height = cells.pairs_of(tile.rows), tile.shape[0]
         for start in range(inside.start, inside.stop, height):
             pairs = slice(start, min(start + height, inside.stop))
@@ -251,12 +258,12 @@ class MostSimilarSweep(Sweep):
 
     def collect(self, part: TileLogits) -> None:
         """Compare the largest cell of each row with the largest so far; NaN wins."""
-        largest_R, places_R = part.logits_RC.max(dim=1)
+        largest_R, indices_R = part.logits_RC.max(dim=1)  # of equal ones the first; a row of -inf keeps -inf
         best_R = self.best_KQ[part.prefix, part.tile.rows]
         columns_R = self.columns_KQ[part.prefix, part.tile.rows]
         better_R = (largest_R > best_R) | largest_R.isnan()
         best_R.copy_(torch.where(better_R, largest_R, best_R))
-        columns_R.copy_(torch.where(better_R, places_R + part.tile.columns.start, columns_R))
+        columns_R.copy_(torch.where(better_R, indices_R + part.tile.columns.start, columns_R))
 
 
 def _or_one(number: Tensor) -> Tensor:

@@ -56,9 +56,10 @@ SHORT_WIDTHS = 4
 """Widths for rows below a 16th of the longest: many rows in texts, but few of the tokens."""
 
 WANTED_CHUNKS, LEAST_TOKENS = 80, 16_384
-"""A batch that makes fewer chunks is cut finer, as rows of too many lengths would share one: its budget is halved once or
-twice, but not below LEAST_TOKENS, where the host is slower than a fast device. For a chunk of 4,000 tokens of BERT-base
-(encode, encode again, backward) an H200 works 14 ms and the host takes 53; quarters of 16,384 tokens pad 8% less."""
+"""A batch that makes fewer chunks is cut finer, as rows of too many lengths would share one: its budget is halved once
+or twice, but not below LEAST_TOKENS, where the host is slower than a fast device. For a chunk of 4,000 tokens of
+BERT-base (encode, encode again, backward) an H200 works 14 ms and the host takes 53; quarters of 16,384 tokens pad 8%
+less."""
 
 LEAST_STEP, STEPS_PER_DOUBLING = 256, 8
 """Tokens of a packed chunk on an accelerator are rounded up to a step: an eighth of the power of two below, at least

@@ -106,6 +106,7 @@ def test_a_few_bent_folders(folder: Folder) -> None:
     ("folder", "file", "old", "new"),
     [
         ("vision dinov2", "preprocessor_config.json", '"resample": 3', '"resample": {"x": 1}'),
+        ("vision dinov2", "preprocessor_config.json", '"height": 32', '"height": 3'),
         ("dual clip", "preprocessor_config.json", '"resample": 3', '"resample": 99'),
         ("dual clip", "tokenizer.json", '"##e": ', '"##e": 2147483648, "x": '),
         ("open_clip clip", "open_clip_config.json", '"preprocess_cfg": {', '"preprocess_cfg": "", "x": {'),

@@ -237,6 +237,24 @@ def blank_png() -> bytes:
     return buffer.getvalue()
 
 
+def refuse_less_than_a_patch(name: str, pixel_values: NDArray[Any], vision_config: Any) -> None:
+    """Refuse pictures that a tower can't cut a single patch out of.
+
+    Args:
+        pixel_values: What a processor makes of a picture.
+
+    Raises:
+        ConfigError: A side is shorter than a patch.
+    """
+    patch = getattr(vision_config, "patch_size", None)
+    if isinstance(patch, int) and pixel_values.ndim == 4 and min(pixel_values.shape[2:]) < patch:
+        made = " x ".join(map(str, pixel_values.shape[2:]))
+        raise ConfigError(
+            f"{name}: its preprocessor_config.json makes pictures of {made} pixels, less than one of its patches of "
+            f"{patch}: it is damaged or of another model. Copy the folder again"
+        )
+
+
 def refuse_other_size(name: str, pixel_values: NDArray[Any], vision_config: Any) -> None:
     """Refuse pictures of another size than a tower has positions for.
 

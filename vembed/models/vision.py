@@ -30,6 +30,7 @@ from vembed.models.pictures import (
     picture_lengths,
     pictures_of,
     process_pictures,
+    refuse_less_than_a_patch,
     refuse_other_size,
     rows_of,
     run_processor,
@@ -150,6 +151,7 @@ class VisionEncoder(TransformersPictures):
         blank = run_processor(image_processor, [blank_picture()])
         if backbone.config.model_type in ONE_SIZE:
             refuse_other_size(name, blank["pixel_values"], backbone.config)
+        refuse_less_than_a_patch(name, blank["pixel_values"], backbone.config)
         self.picture_tokens = int(picture_lengths(blank["pixel_values"], self._patch_size)[0])
         pooler = getattr(backbone, "pooler", None)
         if self.pooling == "head" and isinstance(pooler, nn.Module):

@@ -7,6 +7,7 @@ counted and named, and one more refuses the source. A path that leads out of the
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from itertools import islice
 from pathlib import PurePath
 from typing import NamedTuple
@@ -55,6 +56,13 @@ class Kind(NamedTuple):
         return cut(f"{where}: {f'{cut(column)}: ' if column else ''}{reason}", MOST_SHOWN)
 
 
+@lru_cache(maxsize=256)  # a file of a million bad lines has few reasons, and each costs as much as reading a line
+def _in_general(reason: str) -> tuple[str, str]:
+    """Return a reason as it is shown, and without what differs from row to row."""
+    reason = cut(reason, MOST_SHOWN) or _MISSING
+    return reason, _MISSING if reason.startswith(_MISSING) else _VARIABLE.sub("...", reason)
+
+
 class ProblemLog:
     """Count the invalid rows of one source by what is wrong with them; keep the first few of each kind.
 
@@ -91,8 +99,7 @@ class ProblemLog:
         """
         self.count += 1
         self._num_never_dropped += not may_drop
-        reason = cut(reason, MOST_SHOWN) or _MISSING
-        general = _MISSING if reason.startswith(_MISSING) else _VARIABLE.sub("...", reason)
+        reason, general = _in_general(reason)
         name = (column or "", general)
         if name not in self.kinds and len(self.kinds) >= MAX_KINDS:
             name = ("", "other problems")

@@ -94,6 +94,10 @@ def test_the_output_folder_holds_the_files_of_the_contract_and_nothing_else(fini
     assert names(folder / "checkpoints") == {"BEST", "LATEST", "step-00000008", "step-00000016"}
 
 
+def test_the_report_has_a_map_of_what_the_trained_model_made(finished: Outcome) -> None:
+    assert "## Embedding map" in (finished.folder / "report" / "report.md").read_text("utf-8")
+
+
 def test_without_a_test_set_the_baseline_is_said_once(site: Site, tmp_path: Path) -> None:
     run = run_keys(tmp_path, site.keys(test_data_path=None, max_steps=2, eval_steps=2))
     assert run.code == 0, run.err

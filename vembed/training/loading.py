@@ -156,7 +156,7 @@ class BatchLoader:
                 sampler=range(step, self._num_batches),
                 num_workers=num_workers,
                 prefetch_factor=self._loading.batches_ahead // num_workers,
-                collate_fn=_unchanged,
+                collate_fn=lambda made: made,  # DataLoader's own would make tensors of it
                 worker_init_fn=_become_worker,
                 multiprocessing_context="fork",
                 pin_memory=self._pin_memory and self.device.type == "cuda",
@@ -263,11 +263,6 @@ class _FeaturedSteps(Dataset["_Parcel | _Failure"]):
         except VembedError as error:
             # Raised here, it would come back from DataLoader with the worker's traceback as its message.
             return _Failure(error)
-
-
-def _unchanged(made: Any) -> Any:
-    """Return what a worker made: DataLoader would make tensors of it."""
-    return made
 
 
 @contextmanager

@@ -28,7 +28,7 @@ Background: TypeAlias = Literal["white", "black", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """What a picture may cost."""
+    """Most pixels and bytes of a picture."""
 
     max_pixels: int = 89_478_485  # width x height, 3 to 8 bytes each; Pillow caps GIF, TIFF and WEBP at twice that
     max_bytes: int = 64 * 2**20  # most bytes of the encoded file
@@ -36,7 +36,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:
-    """How a picture is changed when it is decoded; equal values give equal pixels."""
+    """Random change of a picture when it is decoded; equal values give equal pixels."""
 
     strength: Strength
     flip: bool  # whether it may be mirrored, left to right
@@ -227,7 +227,7 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a tokenizer made of n items: ragged, on the CPU, ready to be cut into chunks."""
+    """Inputs that a tokenizer made of n items: ragged, on the CPU, ready to be cut into chunks."""
 
     columns: Mapping[str, Ragged]  # encoder inputs by name, one ragged row per item
     lengths: NDArray[np.int64]  # cost of each item in tokens, (n,): what the chunk budget counts

@@ -60,18 +60,15 @@ class Transfer:
             return
         sent: deque[tuple[T, dict[str, Tensor], torch.cuda.Event]] = deque()
         for item in items:
-            sent.append((item, *self._send(make(item))))
+            inputs = make(item)
+            self._arriving = self._arriving or torch.cuda.Stream(self._device)
+            with torch.cuda.stream(self._arriving):
+                copies = {name: to_device(tensor, self._device) for name, tensor in inputs.items()}
+                sent.append((item, copies, self._arriving.record_event()))
             if len(sent) > CALLS_AHEAD:
                 yield self._receive(*sent.popleft())
         while sent:
             yield self._receive(*sent.popleft())
-
-    def _send(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event]:
-        """Begin to copy inputs, and return the copies with the event of their arrival."""
-        self._arriving = self._arriving or torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._arriving):
-            copies = {name: to_device(tensor, self._device) for name, tensor in inputs.items()}
-            return copies, self._arriving.record_event()
 
     def _receive(self, item: T, copies: dict[str, Tensor], arrival: torch.cuda.Event) -> tuple[T, dict[str, Tensor]]:
         """Let the computation wait for copies, and keep them until it has run."""

@@ -35,11 +35,11 @@ class VembedError(Exception):
     exit_code = ExitCode.ENVIRONMENT
 
     def __init__(self, *parts: object) -> None:
-        super().__init__(*(_shown(part) if isinstance(part, str) else part for part in parts))
-
-
-def _shown(message: str) -> str:
-    return "\n".join(cut(line, MOST_SHOWN) for line in redact(message).split("\n"))
+        shown = (
+            "\n".join(cut(line, MOST_SHOWN) for line in redact(part).split("\n")) if isinstance(part, str) else part
+            for part in parts
+        )
+        super().__init__(*shown)
 
 
 class ConfigError(VembedError):

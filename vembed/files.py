@@ -117,11 +117,7 @@ def clean_beside(output: Path, *, keeps: Callable[[str], bool] = lambda _: False
         OSError: The disk refused.
     """
     shutil.rmtree(output.with_name(f".{output.name}.tmp"), ignore_errors=True)
-    _put_back(output.with_name(f".{output.name}.old"), output, keeps)
-
-
-def _put_back(old: Path, output: Path, keeps: Callable[[str], bool]) -> None:
-    """Give an output its old folder where there is no new one, else the entries of it that stay."""
+    old = output.with_name(f".{output.name}.old")
     if not old.exists():
         return
     if not output.exists():

@@ -9,7 +9,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from pydantic import TypeAdapter
@@ -53,9 +52,14 @@ def parse_json(text: str) -> object:
         found = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
         raise ValueError("nests too deeply") from None
-    level = [found]
+    level: list[object] = [found]
     for _ in range(MOST_DEPTH):
-        level = [inner for each in level for inner in _inside(each)]
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
         if not level:
             return found
     raise ValueError(f"nests more than {MOST_DEPTH} deep")
@@ -89,8 +93,3 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"the number {text[:30]} isn't finite")
     return number
-
-
-def _inside(value: object) -> Sequence[object]:
-    values: Mapping[str, object] | Sequence[object] = value if isinstance(value, dict | list) else []
-    return [*values.values()] if isinstance(values, dict) else [*values]

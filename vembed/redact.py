@@ -53,17 +53,15 @@ def redact(text: str) -> str:
     `https://***@host/x?token=***`
     """
     for pattern in _PATTERNS:
-        text = pattern.sub(_masked, text)
+        text = pattern.sub(
+            lambda found: found[0] if found["secret"].startswith(MASK) else f"{found['before']}{MASK}", text
+        )
     return text
 
 
 def holds_token(text: str) -> bool:
     """Tell whether a text holds a token that its beginning gives away: plain words, as of a vocabulary, never do."""
     return _PATTERNS[-1].search(text) is not None
-
-
-def _masked(found: re.Match[str]) -> str:
-    return found[0] if found["secret"].startswith(MASK) else f"{found['before']}{MASK}"
 
 
 def lacks_secret(value: object) -> bool:

@@ -22,7 +22,6 @@ from vembed.redact import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from types import ModuleType
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
@@ -190,10 +189,24 @@ def import_plugins(names: object) -> None:
     Raises:
         ConfigError: There is no such module, or it can't be imported.
     """
-    if isinstance(names, list):
-        for name in names:
-            if isinstance(name, str) and name not in sys.modules:
-                _import(name)
+    for name in names if isinstance(names, list) else []:
+        if not isinstance(name, str) or name in sys.modules:
+            continue
+        if not _MODULE.fullmatch(name) or name.endswith(".py"):
+            raise ConfigError(f"plugins: {printable(name)!r} is no name of a module; write the file's name without .py")
+        with _current_folder_first():
+            importlib.invalidate_caches()
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                    raise ConfigError(_failure(name, error)) from error
+                raise ConfigError(
+                    f"plugins: there is no module {error.name}; searched in the current folder ({Path.cwd()}), "
+                    f"PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'}) and the installed packages"
+                ) from error
+            except (Exception, SystemExit) as error:
+                raise ConfigError(_failure(name, error)) from error
 
 
 def plugin_lines(names: list[str]) -> list[str]:
@@ -221,24 +234,6 @@ def _registered(name: str) -> list[tuple[Registry, str]]:
         for entry, module in table.plugins().items()
         if module == name or module.startswith(f"{name}.")
     ]
-
-
-def _import(name: str) -> ModuleType:
-    if not _MODULE.fullmatch(name) or name.endswith(".py"):
-        raise ConfigError(f"plugins: {printable(name)!r} is no name of a module; write the file's name without .py")
-    with _current_folder_first():
-        importlib.invalidate_caches()
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise ConfigError(_failure(name, error)) from error
-            raise ConfigError(
-                f"plugins: there is no module {error.name}; searched in the current folder ({Path.cwd()}), PYTHONPATH "
-                f"({os.environ.get('PYTHONPATH') or 'not set'}) and the installed packages"
-            ) from error
-        except (Exception, SystemExit) as error:
-            raise ConfigError(_failure(name, error)) from error
 
 
 def import_extra(module: str, extra: str, what: str) -> Any:

@@ -19,13 +19,9 @@ def visible(text: str) -> str:
 
     Line feeds and tabs stay: they are layout, and HTML and Markdown treat them themselves.
     """
-    return _INVISIBLE.sub(lambda match: _escape_sequence(match.group()), text)
-
-
-def _escape_sequence(character: str) -> str:
-    """Return the Python escape of a character."""
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return _INVISIBLE.sub(
+        lambda match: f"\\x{code:02x}" if (code := ord(match.group())) < 0x100 else f"\\u{code:04x}", text
+    )
 
 
 def cut(text: str, most: int = 60) -> str:

@@ -1,31 +1,34 @@
 """Keys of what is written and how a run continues."""
 
 import os.path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from vembed.registry import TRACKERS
 from vembed.section import LARGEST_COUNT, Count, Name, Positive, Registered, Section, key
 
-
-def _are_trackers(value: str | list[str]) -> bool:
-    names = value if isinstance(value, list) else [value]
-    return value in ("all", "none") or all(name in TRACKERS for name in names)
-
-
-def _tracker_schema() -> dict[str, Any]:
-    names = list(TRACKERS.names())
-    return {"anyOf": [{"type": "string", "enum": [*names, "all", "none"]}, {"type": "array", "items": {"enum": names}}]}
-
-
-TrackerNames = Annotated[str | list[str], Registered(_are_trackers, _tracker_schema)]
+TrackerNames = Annotated[
+    str | list[str],
+    Registered(
+        lambda value: (
+            value in ("all", "none")
+            or all(name in TRACKERS for name in (value if isinstance(value, list) else [value]))
+        ),
+        lambda: {
+            "anyOf": [
+                {"type": "string", "enum": [*TRACKERS.names(), "all", "none"]},
+                {"type": "array", "items": {"enum": [*TRACKERS.names()]}},
+            ]
+        },
+    ),
+]
 
 BY_STRATEGY = {"save_strategy": ("steps", "epoch")}
 
 
 class OutputKeys(Section):
-    """What is written, how often, and what a run does when something is there or goes wrong."""
+    """Output of a run: what is written, how often, and what happens when something is there or goes wrong."""
 
     output_dir: Annotated[Name, AfterValidator(os.path.expanduser)] = key(
         "outputs", "Folder of everything that the run writes.", affects="process"

@@ -144,7 +144,9 @@ class CheckpointManager:
         # The first process alone; the others needn't wait. Also where the step was there before: a kill may have come
         # between its rename and this.
         if self.ranks.is_first:
-            self._point(step, best=best)
+            for name in (LATEST, BEST) if best else (LATEST,):
+                with _warns(f"{self.folder / name} can't be updated"):  # nothing here relies on them
+                    replace_text(self.folder / name, f"{step_name(step)}\n")
             self._retain(step)
         return target
 
@@ -174,12 +176,6 @@ class CheckpointManager:
             self._delete(target)
         temporary.rename(target)
         fsync_path(self.folder)
-
-    def _point(self, step: int, *, best: bool) -> None:
-        """Bring LATEST and BEST up to date; a failure is a warning, because nothing here relies on them."""
-        for name in (LATEST, BEST) if best else (LATEST,):
-            with _warns(f"{self.folder / name} can't be updated"):
-                replace_text(self.folder / name, f"{step_name(step)}\n")
 
     def _retain(self, newest: int) -> None:
         """Delete what is older than the last k whole checkpoints and not the best, and what kills have left."""
@@ -355,8 +351,11 @@ class CheckpointManager:
             OSError: The disk refused.
         """
         steps = self.steps()
-        newest = next((step for step in reversed(steps) if _validates(self.folder / step_name(step))), None)
-        if newest is None:
+        for newest in reversed(steps):
+            with contextlib.suppress(VembedError):
+                validate(self.folder / step_name(newest))
+                break
+        else:
             return None
         oldest = next((step for step in steps if step not in (newest, kept)), None)
         if oldest is None:
@@ -428,11 +427,3 @@ def _refuse_file(folder: Path) -> None:
         raise InvalidCheckpointError(
             f"{folder} is no folder, and a run's checkpoints lie in one. Bring it back, or move this away to start anew"
         )
-
-
-def _validates(folder: Path) -> bool:
-    try:
-        validate(folder)
-    except VembedError:
-        return False
-    return True

@@ -90,7 +90,18 @@ def accelerate_settings(process: ProcessEnv, environ: Mapping[str, str] = os.env
         with suppress(OSError, yaml.YAMLError):
             content = yaml.safe_load(path.read_text("utf-8"))  # JSON is YAML too
     origin = "accelerate launch" if path is None else f"accelerate launch with {path}"
-    _refuse_other_engines(environ, origin)
+    if _is_true(environ, "ACCELERATE_USE_DEEPSPEED"):
+        raise ConfigError(deepspeed_refusal(_deepspeed_of(environ), where=origin))
+    if _is_true(environ, "ACCELERATE_USE_MEGATRON_LM"):
+        raise ConfigError(f"{origin} asks for Megatron-LM, which is not used here; set distributed_type: FSDP instead")
+    for name in ("TP", "CP", "SP"):
+        size = environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")
+        if size not in ("1", ""):
+            raise ConfigError(
+                f"{origin} asks for parallelism_config_{name.lower()}_size {size}; models are sharded or replicated "
+                f"here (use_fsdp, sharding_factor): set it to 1"
+            )
+
     settings = []
     precision = environ["ACCELERATE_MIXED_PRECISION"]
     if precision not in _PRECISIONS:
@@ -127,20 +138,6 @@ def _file_of(words: Sequence[str]) -> Path | None:
             return Path(value or words[index + 1])
     default = Path(default_config_file)
     return default if words and default.is_file() else None
-
-
-def _refuse_other_engines(environ: Mapping[str, str], origin: str) -> None:
-    if _is_true(environ, "ACCELERATE_USE_DEEPSPEED"):
-        raise ConfigError(deepspeed_refusal(_deepspeed_of(environ), where=origin))
-    if _is_true(environ, "ACCELERATE_USE_MEGATRON_LM"):
-        raise ConfigError(f"{origin} asks for Megatron-LM, which is not used here; set distributed_type: FSDP instead")
-    for name in ("TP", "CP", "SP"):
-        size = environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")
-        if size not in ("1", ""):
-            raise ConfigError(
-                f"{origin} asks for parallelism_config_{name.lower()}_size {size}; models are sharded or replicated "
-                f"here (use_fsdp, sharding_factor): set it to 1"
-            )
 
 
 def _fsdp(environ: Mapping[str, str], process: ProcessEnv) -> list[Setting]:

@@ -69,7 +69,15 @@ def launch(script: Path, words: Sequence[str], *, num_processes: int, called: st
         try:
             elastic_launch(elastic, sys.executable)(str(script), *words)
         except ChildFailedError as error:
-            return conclude(Path(folder), _end_of(error))
+            rank, process = error.get_first_failure()
+            code, message = process.exitcode, f"ended with exit code {process.exitcode}"
+            if code < 0:
+                code = int(ExitCode.ENVIRONMENT)
+                message = (
+                    f"was ended by {process.signal_name()}; did the machine run out of memory? The same command "
+                    f"continues from the last checkpoint"
+                )
+            return conclude(Path(folder), Failure(code, rank, host_name(), message))
         except SignalException as stopped:  # processes that had nothing to save yet
             code = ExitCode.INTERRUPTED if stopped.sigval == signal.SIGINT else ExitCode.PREEMPTED
             message = f"stopped by {stopped.sigval.name} before training began; the same command starts again"
@@ -92,17 +100,6 @@ def conclude(folder: Path, unsaid: Failure) -> int:
         files.write(unsaid, to_folder=True)
     print(f"error: {unsaid}", file=sys.stderr)  # noqa: T201 - nobody else is left to say it
     return unsaid.code
-
-
-def _end_of(error: ChildFailedError) -> Failure:
-    rank, process = error.get_first_failure()
-    if process.exitcode < 0:
-        message = (
-            f"was ended by {process.signal_name()}; did the machine run out of memory? The same command continues from "
-            f"the last checkpoint"
-        )
-        return Failure(int(ExitCode.ENVIRONMENT), rank, host_name(), message)
-    return Failure(process.exitcode, rank, host_name(), f"ended with exit code {process.exitcode}")
 
 
 @contextmanager

@@ -72,9 +72,21 @@ def process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
                 "file of accelerate"
             )
         return ProcessEnv(launcher="accelerate launch", on_cpu=on_cpu)
-    # A step of several tasks: the batch script itself, and an interactive shell, are steps of one.
-    if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        return _from_slurm(environ, on_cpu=on_cpu)
+    # A step of several tasks, one for each device, as `srun` starts it: the batch script itself, and an interactive
+    # shell, are steps of one.
+    if (num_tasks := _number(environ, "SLURM_STEP_NUM_TASKS", 1)) > 1:
+        job, node = _number(environ, "SLURM_JOB_ID", 0), _number(environ, "SLURM_NODEID", 0)
+        tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
+        return ProcessEnv(
+            _number(environ, "SLURM_PROCID", 0),
+            num_tasks,
+            _number(environ, "SLURM_LOCALID", 0),
+            _tasks_of_node(tasks, node),
+            "srun",
+            environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1")),
+            _number(environ, "MASTER_PORT", _SLURM_PORTS[job % len(_SLURM_PORTS)]),
+            on_cpu,
+        )
     return ProcessEnv(on_cpu=on_cpu)
 
 
@@ -113,23 +125,6 @@ def _from_torchrun(environ: Mapping[str, str], *, on_cpu: bool) -> ProcessEnv:
         launcher,
         address or "127.0.0.1",
         _number(environ, "MASTER_PORT", DEFAULT_PORT),
-        on_cpu,
-    )
-
-
-def _from_slurm(environ: Mapping[str, str], *, on_cpu: bool) -> ProcessEnv:
-    """Read the variables of a task of `srun`, which starts one process for each device."""
-    job = _number(environ, "SLURM_JOB_ID", 0)
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
-    node = _number(environ, "SLURM_NODEID", 0)
-    return ProcessEnv(
-        _number(environ, "SLURM_PROCID", 0),
-        _number(environ, "SLURM_STEP_NUM_TASKS", 1),
-        _number(environ, "SLURM_LOCALID", 0),
-        _tasks_of_node(tasks, node),
-        "srun",
-        environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1")),
-        _number(environ, "MASTER_PORT", _SLURM_PORTS[job % len(_SLURM_PORTS)]),
         on_cpu,
     )
 

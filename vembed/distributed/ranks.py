@@ -267,8 +267,11 @@ def _padded(x_RE: Tensor, num_rows: int) -> Tensor:
 
 def _for_others(error: Exception, rank: int) -> Exception:
     """Return a rank's error as the others raise it; one that may not survive pickling goes by its words."""
-    if rank == 0 and isinstance(error, VembedError) and _survives_pickling(type(error)):
-        return error
+    if rank == 0 and isinstance(error, VembedError):
+        # It survives where it is made of its message alone, or says itself how it is made again.
+        bases = type(error).__mro__[: type(error).__mro__.index(VembedError)]
+        if not any("__init__" in vars(base) for base in bases) or any("__reduce__" in vars(base) for base in bases):
+            return error
     message = str(error) if rank == 0 else f"process {rank}: {error}"
     if isinstance(error, VembedError):
         kind = next(base for base in type(error).__mro__ if "__init__" not in vars(base))  # takes a message
@@ -276,12 +279,6 @@ def _for_others(error: Exception, rank: int) -> Exception:
     if isinstance(error, OSError):
         return OSError(message)
     return MachineError(f"the first process failed: {type(error).__name__}: {message}")
-
-
-def _survives_pickling(kind: type[VembedError]) -> bool:
-    """Return whether an error is made of its message alone, or says itself how it is made again."""
-    bases = kind.__mro__[: kind.__mro__.index(VembedError)]
-    return not any("__init__" in vars(base) for base in bases) or any("__reduce__" in vars(base) for base in bases)
 
 
 def _buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:

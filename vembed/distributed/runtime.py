@@ -107,7 +107,17 @@ def start_runtime(
         local_world_size = processes_to_start(num_processes)
     else:
         local_world_size = process.local_world_size
-        _refuse_other_count(process, num_processes)
+        if num_processes not in ("auto", local_world_size):  # only what launches processes can mend that
+            if not process.is_launched:
+                raise ConfigError(
+                    f"num_processes is {num_processes}, and a call from Python trains in its own process; use python "
+                    f"run.py or vembed train, or start the script with torchrun --nproc-per-node {num_processes}"
+                )
+            raise ConfigError(
+                f"num_processes is {num_processes}, and {process.launcher} started {local_world_size} on this machine; "
+                f"start {num_processes} (--num_processes of accelerate launch, --nproc-per-node of torchrun), or leave "
+                f"num_processes out"
+            )
     prepare_device()
     device = local_device() if process.world_size == 1 else _join(process, timeout_seconds)
     if deterministic:
@@ -127,21 +137,6 @@ def start_runtime(
         shared = PrefixStore(f"vembed/{attempt}/{number}", store)
         watchdog.start(ranks.rank, ranks.world_size, shared, timeout_seconds=timeout_seconds)
     return Runtime(device, machine, ranks, process.local_rank, local_world_size, watchdog)
-
-
-def _refuse_other_count(process: ProcessEnv, asked: int | Literal["auto"]) -> None:
-    """Refuse to train in more or fewer processes than the configuration says: only what launches them can mend that."""
-    if asked in ("auto", process.local_world_size):
-        return
-    if not process.is_launched:
-        raise ConfigError(
-            f"num_processes is {asked}, and a call from Python trains in its own process; use python run.py or vembed "
-            f"train, or start the script with torchrun --nproc-per-node {asked}"
-        )
-    raise ConfigError(
-        f"num_processes is {asked}, and {process.launcher} started {process.local_world_size} on this machine; start "
-        f"{asked} (--num_processes of accelerate launch, --nproc-per-node of torchrun), or leave num_processes out"
-    )
 
 
 def _join(process: ProcessEnv, timeout_seconds: int) -> torch.device:

@@ -17,7 +17,7 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 
 class BatchKeys(Section):
-    """How many rows one step sees, and how many of them at a time."""
+    """Rows that one step sees, and how many of them at a time."""
 
     batch_size: Auto | Count = key(
         64,
@@ -195,12 +195,25 @@ class OptimisationKeys(Section):
         Rule(
             "`seeds` must name each seed once.",
             ("seeds",),
-            lambda config: _repeated_seed(config.seeds or []),
+            lambda config: next(
+                (
+                    f"seed {seed} is listed twice, and would train the same model; list it once"
+                    for seed in config.seeds or []
+                    if config.seeds.count(seed) > 1
+                ),
+                None,
+            ),
         ),
         Rule(
             "`warmup_steps` must be smaller than `max_steps`.",
             ("warmup_steps", "max_steps"),
-            lambda config: _endless_warmup(config.warmup_steps, config.max_steps),
+            lambda config: (
+                config.warmup_steps is not None
+                and config.max_steps is not None
+                and config.warmup_steps >= config.max_steps
+                and f"warmup_steps {config.warmup_steps} is not smaller than max_steps {config.max_steps}, so the "
+                f"learning rate would never reach its peak; set warmup_steps to {config.max_steps - 1} or less"
+            ),
         ),
         Rule(
             "`bf16` and `fp16` must not both be true.",
@@ -250,17 +263,3 @@ def _contradicting_sharding(factor: int | str, sharded: bool | str) -> str:
     if sharded:
         return "sharding_factor 1 replicates the model while use_fsdp is true; set sharding_factor to auto or 2 or more"
     return f"sharding_factor {factor} shards the model while use_fsdp is false; set use_fsdp to auto or true"
-
-
-def _repeated_seed(seeds: list[int]) -> str:
-    twice = next((seed for seed in seeds if seeds.count(seed) > 1), None)
-    return "" if twice is None else f"seed {twice} is listed twice, and would train the same model; list it once"
-
-
-def _endless_warmup(warmup_steps: int | None, max_steps: int | None) -> str:
-    if warmup_steps is None or max_steps is None or warmup_steps < max_steps:
-        return ""
-    return (
-        f"warmup_steps {warmup_steps} is not smaller than max_steps {max_steps}, so the learning rate would never "
-        f"reach its peak; set warmup_steps to {max_steps - 1} or less"
-    )

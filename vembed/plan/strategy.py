@@ -147,7 +147,16 @@ def choose(problem: PlanningProblem) -> Choice:
     unset = replace(problem, config=config.model_copy(update=dict.fromkeys(DECIDING_KEYS, "auto")))
     whole = [candidate for candidate in candidates if candidate.way.sharding_factor in (1, count)]
     free = _first_fitting(unset, whole, row)
-    reasons = [_headline(problem, row, chosen, candidates), *_warnings(problem, chosen, free, fits=fits)]
+    if count == 1:
+        headline = "single: one process on one device"
+        plain = next((candidate for candidate in candidates if str(candidate.way) == "single"), chosen)
+        if chosen.way.gradient_cache and not plain.fits:
+            headline += f"; without caching it would need {show_bytes(plain.bytes_per_device.total)}"
+    else:
+        size = f"{show_count(problem.model.num_parameters)} parameters on {count} devices"
+        other = "" if row.alternative is None else f", else {row.alternative}"
+        headline = f"{chosen.way}: {size}; the decision matrix says {row.strategy}{other}"
+    reasons = [headline, *_warnings(problem, chosen, free, fits=fits)]
 
     # The fastest that fits and trains the same weights.
     usual = [candidate for candidate in candidates if candidate in wished or candidate in whole]
@@ -267,19 +276,6 @@ def _steps_down(problem: PlanningProblem, row: MatrixRow, wished: Sequence[Candi
 
 
 # Reasons --------------------------------------------------------------------------------------------------------------
-
-
-def _headline(problem: PlanningProblem, row: MatrixRow, chosen: Candidate, candidates: Sequence[Candidate]) -> str:
-    count = problem.devices.count
-    if count == 1:
-        plain = next((candidate for candidate in candidates if str(candidate.way) == "single"), chosen)
-        if chosen.way.gradient_cache and not plain.fits:
-            need = show_bytes(plain.bytes_per_device.total)
-            return f"single: one process on one device; without caching it would need {need}"
-        return "single: one process on one device"
-    size = f"{show_count(problem.model.num_parameters)} parameters on {count} devices"
-    other = "" if row.alternative is None else f", else {row.alternative}"
-    return f"{chosen.way}: {size}; the decision matrix says {row.strategy}{other}"
 
 
 def _warnings(problem: PlanningProblem, chosen: Candidate, free: Candidate | None, *, fits: bool) -> list[str]:

@@ -61,10 +61,19 @@ def explain(
     rows.append(("way", f"{_strategy(plan)}; computes in {plan.dtype}"))
     rows += [("" if number else "why", reason) for number, reason in enumerate(plan.why[:WHY_LINES])]
     rows += _memory_rows(plan)
+    rough = plan.rough_step_seconds
+    if step_seconds is not None:
+        whole = show_duration(step_seconds * plan.steps.total)
+        time = f"about {whole} for all steps, from steps of {step_seconds:.3g} s measured in the run that lies there"
+    elif rough is None:
+        time = "unknown until a step is measured: the first lines of training tell the time left"
+    else:
+        whole = show_duration(rough * plan.steps.total)
+        time = f"about {whole} by the device's rough figures; no step was measured"
     rows += [
         ("batch", f"{_batch(plan)}; encoder calls of {_chunk(plan)}"),
         ("steps", _steps(plan)),
-        ("time", _time(plan, step_seconds)),
+        ("time", time),
     ]
     width = max(len(label) for label, _ in rows)
     lines = ["plan"]
@@ -97,16 +106,6 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "memory", f"{bar} {needed / GIB:.1f} of {usable / GIB:.1f} GiB usable: {fits}"
     sizes = ", ".join(f"{name} {size}" for name, size in _memory_parts(plan).items())
     yield "", f"# {show_bytes(total)} at the peak, if all items have full length, + margin and reserve ({sizes})"
-
-
-def _time(plan: Plan, step_seconds: float | None) -> str:
-    """Return how long the steps take: from a measured one, else by rough figures of a known device."""
-    if step_seconds is not None:
-        whole = show_duration(step_seconds * plan.steps.total)
-        return f"about {whole} for all steps, from steps of {step_seconds:.3g} s measured in the run that lies there"
-    if (rough := plan.rough_step_seconds) is None:
-        return "unknown until a step is measured: the first lines of training tell the time left"
-    return f"about {show_duration(rough * plan.steps.total)} by the device's rough figures; no step was measured"
 
 
 def _wrapped(label: str, value: str, *, hanging: int = 0) -> list[str]:

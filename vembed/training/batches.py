@@ -97,7 +97,7 @@ class PreparedBatch:
 
     @property
     def assignment(self) -> RowAssignment:
-        """Which slots are on which rank."""
+        """Slots of the batch by the rank that holds them."""
         return self.featured.assignment
 
     @property

@@ -114,36 +114,36 @@ def build_sampler(
         arrangement: How they are put into batches; None makes it of the records.
 
     Raises:
-        DataError: The records don't allow such batches.
+        DataError: The records don't allow such batches, or all rows of a source were held out.
     """
+    is_single = config.source_batches == "single"
+    if arrangement is None and config.batch_sampling == "no_duplicates":
+        arrangement = WithoutRepeats(Contents.of_records(records))
+    elif arrangement is None and config.batch_sampling == "classes":
+        arrangement = ByClass.of_records(records, config.samples_per_class, batch_size, single=is_single)
+
+    mixture = None
+    if config.data is not None and len(config.data) > 1:
+        sizes = np.bincount(records.sources, minlength=len(config.data)).tolist()
+        for source, size in zip(config.data, sizes, strict=True):
+            if not size:  # all of them were held out
+                raise DataError(
+                    f"data: no row of {source.path} is left to train on; give val_data_path, or leave it out"
+                )
+        mixture = Mixture(
+            names=tuple(source.path for source in config.data),
+            sizes=tuple(sizes),
+            weights=tuple(source.weight for source in config.data),
+            temperature=config.source_temperature,
+            single=is_single,
+        )
     return GlobalSampler(
         len(records),
         batch_size=batch_size,
         seed=config.seed,
         drop_last=config.drop_last,
-        arrangement=arrangement or _arrangement(config, records, batch_size),
-        mixture=_mixture(config, records),
-    )
-
-
-def _mixture(keys: SourceKeys, records: RecordTable) -> Mixture | None:
-    """Return how sources share an epoch; None where there is one.
-
-    Raises:
-        DataError: All rows of a source were held out.
-    """
-    if keys.data is None or len(keys.data) == 1:
-        return None
-    sizes = np.bincount(records.sources, minlength=len(keys.data)).tolist()
-    for source, size in zip(keys.data, sizes, strict=True):
-        if not size:
-            raise DataError(f"data: no row of {source.path} is left to train on; give val_data_path, or leave it out")
-    return Mixture(
-        names=tuple(source.path for source in keys.data),
-        sizes=tuple(sizes),
-        weights=tuple(source.weight for source in keys.data),
-        temperature=keys.source_temperature,
-        single=keys.source_batches == "single",
+        arrangement=arrangement,
+        mixture=mixture,
     )
 
 
@@ -156,14 +156,6 @@ def prompted(keys: SourceKeys, encoder: Encoder) -> tuple[Encoder, ...]:
     if not any(source.prompts for source in keys.data or ()):
         return ()
     return tuple(encoder.with_prompts(source.prompts) if source.prompts else encoder for source in keys.data or ())
-
-
-def _arrangement(keys: Config, records: RecordTable, batch_size: int) -> Arrangement | None:
-    if keys.batch_sampling == "no_duplicates":
-        return WithoutRepeats(Contents.of_records(records))
-    if keys.batch_sampling == "classes":
-        return ByClass.of_records(records, keys.samples_per_class, batch_size, single=keys.source_batches == "single")
-    return None
 
 
 def image_limits(config: Config) -> ImageLimits:

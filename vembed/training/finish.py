@@ -181,7 +181,14 @@ def _publish(run: Run, result: RunResult, final: Directions, kept_step: int) -> 
     more_facts = (*mining_facts(run.output.mining), *hard_batch_facts(run.output.hard_vectors))
     data_facts = replace(run.data, more_facts=more_facts).facts()
     # The model is written by now. Whatever fails from here on is told, and takes nothing from it.
-    environment = _environment(run)
+    environment = {  # what a reader needs to judge the numbers
+        **package_versions(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": run.runtime.machine.device_name,
+        "cpu cores": str(cpu_cores()),
+        "processes": str(run.plan.world_size),
+        "dtype": run.plan.dtype,
+    }
     try:
         report = _report(run, result, rows, kept_step, data_facts=data_facts, environment=environment)
         write_report(run.output.path / "report", replace(report, geometry=final.geometry))
@@ -287,15 +294,3 @@ def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide a result."""
     others = {package: version(package) for package in PACKAGES}
     return {"python": platform.python_version(), "vembed": vembed.__version__, **others}
-
-
-def _environment(run: Run) -> dict[str, str]:
-    """Return what a reader needs to judge the numbers: versions, machine, precision."""
-    return {
-        **package_versions(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "device": run.runtime.machine.device_name,
-        "cpu cores": str(cpu_cores()),
-        "processes": str(run.plan.world_size),
-        "dtype": run.plan.dtype,
-    }

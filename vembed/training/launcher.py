@@ -14,8 +14,6 @@ from vembed.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vembed.distributed.accelerate import AccelerateSettings
-
 
 class Effective(NamedTuple):
     """A configuration with what the launcher says about keys that the user left alone."""
@@ -43,7 +41,14 @@ def under_launcher(config: Config, sources: Mapping[str, str]) -> Effective:
         shown = ", ".join(f"{key}: {_show(value)}" for key, value in taken.items())
         parts = [part for part in (shown, *kept, setting.remark) if part]
         notes.append(f"{asked.origin} says {setting.words}: {'; '.join(parts)}")
-    return Effective(_laid_under(config, added, asked), asked.origin, tuple(notes))
+    if added:
+        # Only what was set: defaults would count as the user's own words from here on.
+        try:
+            config = Config.model_validate(config.model_dump(include=config.model_fields_set) | added)
+        except ValidationError as error:
+            reasons = "; ".join(str(part.get("ctx", {}).get("error", part["msg"])) for part in error.errors())
+            raise ConfigError(f"{asked.origin} and the configuration contradict each other: {reasons}") from error
+    return Effective(config, asked.origin, tuple(notes))
 
 
 def _judge(
@@ -64,17 +69,6 @@ def _judge(
         where = "use_fsdp" if config.use_fsdp is False else "sharding_factor"
         return {}, [f"the configuration says {where}: {_show(getattr(config, where))}, which wins"]
     return taken, kept
-
-
-def _laid_under(config: Config, added: Mapping[str, object], asked: AccelerateSettings) -> Config:
-    if not added:
-        return config
-    # Only what was set: defaults would count as the user's own words from here on.
-    try:
-        return Config.model_validate(config.model_dump(include=config.model_fields_set) | dict(added))
-    except ValidationError as error:
-        reasons = "; ".join(str(part.get("ctx", {}).get("error", part["msg"])) for part in error.errors())
-        raise ConfigError(f"{asked.origin} and the configuration contradict each other: {reasons}") from error
 
 
 def _show(value: object) -> str:

@@ -126,7 +126,11 @@ class BatchLoader:
         # A worker's death shows as whatever this process was at: a torn pipe, a lost file, torch's own RuntimeError. An
         # error of any other kind has its cause here.
         with _children_may_die():
-            dead = self._first_dead() if isinstance(error, _SIGNS_OF_DEATH) else None
+            dead = None
+            if isinstance(error, _SIGNS_OF_DEATH) and (workers := self._workers):
+                # Some seconds of patience: a worker's pipe may break before the system says that it is dead.
+                ended = wait([worker.sentinel for worker in workers], timeout=DYING_SECONDS)
+                dead = next((worker for worker in workers if worker.sentinel in ended), None)
             self._close()
         if dead is not None:
             raise MachineError(_obituary(dead, self._loading.num_workers)) from error
@@ -135,12 +139,6 @@ class BatchLoader:
     def _workers(self) -> list[BaseProcess]:
         """The processes: DataLoader has no public name for them."""
         return [] if self._iterator is None else list(self._iterator._workers)
-
-    def _first_dead(self) -> BaseProcess | None:
-        """Return a worker that has ended, or is about to: its pipe may break before the system says that it is dead."""
-        workers = self._workers
-        ended = wait([worker.sentinel for worker in workers], timeout=DYING_SECONDS) if workers else []
-        return next((worker for worker in workers if worker.sentinel in ended), None)
 
     def _start(self, step: int) -> None:
         """Fork the workers, for all steps from one on."""
@@ -156,7 +154,7 @@ class BatchLoader:
                 sampler=range(step, self._num_batches),
                 num_workers=num_workers,
                 prefetch_factor=self._loading.batches_ahead // num_workers,
-                collate_fn=_unchanged,
+                collate_fn=lambda made: made,  # DataLoader's own would make tensors of it
                 worker_init_fn=_become_worker,
                 multiprocessing_context="fork",
                 pin_memory=self._pin_memory and self.device.type == "cuda",
@@ -263,11 +261,6 @@ class _FeaturedSteps(Dataset["_Parcel | _Failure"]):
         except VembedError as error:
             # Raised here, it would come back from DataLoader with the worker's traceback as its message.
             return _Failure(error)
-
-
-def _unchanged(made: Any) -> Any:
-    """Return what a worker made: DataLoader would make tensors of it."""
-    return made
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from vembed.vectors.keys import teacher_gives_scores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -61,7 +60,17 @@ def build_alike(build: Callable[[bool], Encoder], ranks: Ranks) -> Encoder:
         return Outline.of(encoder), encoder.trained.base, encoder.trained.words
 
     outline, base, words = ranks.from_first(build_first)
-    encoder, reason = (built[0], "") if built else _build_other(build, outline)
+    reason = ""
+    if built:
+        encoder = built[0]
+    else:
+        try:
+            encoder = build(False)
+            reason = outline.fit(encoder)
+        except (*CANNOT_RUN, VembedError) as error:
+            reason = str(error)
+        if reason:  # it can't be built without weights, or not as the first rank's is
+            encoder = build(True)
     # Counted by the first rank, before a head without weights was left out. The others would count without it, and
     # know vectors that are stored for this model by another name.
     encoder.trained = replace(encoder.trained, base=base, words=words)
@@ -69,16 +78,6 @@ def build_alike(build: Callable[[bool], Encoder], ranks: Ranks) -> Encoder:
     if reasons:
         _log.info("every process loads the weights by itself: %s", "; ".join(sorted(reasons)))
     return encoder
-
-
-def _build_other(build: Callable[[bool], Encoder], outline: Outline) -> tuple[Encoder, str]:
-    """Build the first rank's encoder without weights; with them where that can't be, and say why."""
-    try:
-        encoder = build(False)
-        reason = outline.fit(encoder)
-    except (*CANNOT_RUN, VembedError) as error:
-        reason = str(error)
-    return (build(True), reason) if reason else (encoder, "")
 
 
 def start_alike(encoder: Encoder, runtime: Runtime, *, with_buffers: bool) -> None:
@@ -166,7 +165,15 @@ def _load_encoder(config: Config, output: OutputFolder, data: RunData, *, keep: 
     if not keep or not output.initial_model.is_dir():
         encoder = load_configured(config, record_texts(data.records))
         if keep:
-            _save_initial(encoder, output.initial_model)
+            try:
+                with new_folder(output.initial_model) as temporary:
+                    encoder.save(temporary)
+                    save_background(encoder, temporary)
+            except OSError as error:
+                fix = "Free some space, or choose another output_dir"
+                raise MachineError(
+                    f"{output.initial_model} can't be written: {error.strerror or error}. {fix}"
+                ) from error
     if keep:  # read back even where it was just written, so that a run that is resumed leaves the same files
         encoder = load_configured(renamed(config, str(output.initial_model)))
         encoder.name = config.model_name
@@ -194,16 +201,6 @@ def _load_empty(config: Config, output: OutputFolder, *, keep: bool) -> Encoder:
     return encoder
 
 
-def _save_initial(encoder: Encoder, folder: Path) -> None:
-    try:
-        with new_folder(folder) as temporary:
-            encoder.save(temporary)
-            save_background(encoder, temporary)
-    except OSError as error:
-        fix = "Free some space, or choose another output_dir"
-        raise MachineError(f"{folder} can't be written: {error.strerror or error}. {fix}") from error
-
-
 def teacher_keys(config: Config, name: str, revision: str | None = None) -> ModelKeys:
     """Return the name of a model that a run asks, and how it is loaded."""
     return ModelKeys(
@@ -227,20 +224,18 @@ def teacher_dimension(config: Config) -> int:
     return 0 if CrossEncoder.is_meant(keys) else load_skeleton(keys).dimension
 
 
-def _teacher_gives_cosines(config: Config) -> bool:
-    """Return whether an encoder as teacher scores the documents of rows."""
-    if config.teacher_model_name is None or not teacher_gives_scores(config):
-        return False
-    return not CrossEncoder.is_meant(teacher_keys(config, config.teacher_model_name, config.teacher_revision))
-
-
 def build_loss(config: Config, plan: Plan, encoder: Encoder) -> BatchLoss:
     """Make the loss.
 
     Raises:
         ConfigError: It can't be made with this encoder.
     """
-    _refuse_long_prefixes(config, encoder)
+    if config.mrl_dims is not None and max(config.mrl_dims) > encoder.dimension:
+        fitting = sorted({min(dim, encoder.dimension) for dim in config.mrl_dims}, reverse=True)
+        raise ConfigError(
+            f"mrl_dims: {max(config.mrl_dims)} is more than the {encoder.dimension} dims of {config.model_name}; "
+            f"write {fitting}"
+        )
     loss = config.run_loss()
     if loss.multi_vector != encoder.multi_vector:
         taken, given = ("several vectors", "one") if loss.multi_vector else ("one vector", "several")
@@ -250,14 +245,10 @@ def build_loss(config: Config, plan: Plan, encoder: Encoder) -> BatchLoss:
         )
     # A loss computes in float32 at least: log-sum-exp over thousands of documents is lost in bfloat16's 8 bits.
     dtype = torch.promote_types(DTYPES[config.torch_dtype], torch.float32)
-    common = LossCommon(dtype, encoder.dimension, plan.loss_tile_size, _teacher_gives_cosines(config))
-    return loss.build(config, common)
-
-
-def _refuse_long_prefixes(config: Config, encoder: Encoder) -> None:
-    if config.mrl_dims is not None and max(config.mrl_dims) > encoder.dimension:
-        fitting = sorted({min(dim, encoder.dimension) for dim in config.mrl_dims}, reverse=True)
-        raise ConfigError(
-            f"mrl_dims: {max(config.mrl_dims)} is more than the {encoder.dimension} dims of {config.model_name}; "
-            f"write {fitting}"
-        )
+    # An encoder as teacher scores the documents of rows by cosines; a cross-encoder has scores of its own.
+    gives_cosines = (
+        config.teacher_model_name is not None
+        and teacher_gives_scores(config)
+        and not CrossEncoder.is_meant(teacher_keys(config, config.teacher_model_name, config.teacher_revision))
+    )
+    return loss.build(config, LossCommon(dtype, encoder.dimension, plan.loss_tile_size, gives_cosines))

@@ -19,8 +19,6 @@ from vembed.text import show_bytes, show_count
 from vembed.training.planning import measured_model, plan_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vembed.models.encoder import Encoder
 
 SHAPES = Path(vembed.__file__).parents[1] / "configs" / "shapes"
@@ -40,70 +38,24 @@ _INTRODUCTION = """# Models
 
 def render_models() -> str:
     """Return the text of docs/models.md."""
-    return "\n".join([render_classes(), *_memory()])
-
-
-def render_classes() -> str:
-    """Return the page without the memory, which takes a minute to predict."""
-    return "\n".join([_INTRODUCTION, *_classes(), *_prompts(), *_vision_language()])
-
-
-def _classes() -> Iterator[str]:
-    classes: list[type[Encoder]] = [ENCODERS.load(name) for name in ENCODERS.names() if name not in ENCODERS.plugins()]
-    yield "| Models | What decides | Pooling | Prompts | `trainable` | `model/` is written for |"
-    yield "|---|---|---|---|---|---|"
-    for each in classes:
-        about = each.about
-        if about is not None:
-            cells = [about.models, about.decides, about.pooling, about.prompts]
-            yield _row(*cells, about.trainable, about.writes)
-    yield ""
-    yield "`trainable: text+projection` freezes the image tower alone, `all-projection` the projections; other sums and"
-    yield "differences are in [adapters.md](adapters.md). Low-rank adapters (`use_lora`) go into the transformer layers"
-    yield "of all but the tables and the tiny ones; with `lora_towers: text+projection` into the projections too."
-    yield ""
-
-
-def _prompts() -> Iterator[str]:
-    yield "## Prompts known by name"
-    yield ""
-    yield "Used where neither `query_prompt` and `document_prompt` nor a file of the model says which."
-    yield ""
-    yield "| Family | Types | Query | Document |"
-    yield "|---|---|---|---|"
-    for family in PROMPT_FAMILIES:
-        types = ", ".join(sorted(family.types))
-        yield _row(family.name, types, _quoted(family.query), _quoted(family.document))
-    yield ""
-
-
-def _vision_language() -> Iterator[str]:
-    yield "## Vision-language families"
-    yield ""
-    yield "| Family | `model_type` | Pooling | Most tokens of a picture | Instruction |"
-    yield "|---|---|---|---|---|"
-    for kind, family in FAMILIES.items():
-        most = "its processor's" if family.most_image_tokens is None else f"{family.most_image_tokens:,}"
-        yield _row(family.name, kind, family.pooling, most, _quoted(family.instruction))
-    yield ""
-
-
-def _memory() -> Iterator[str]:
-    yield MEMORY
-    yield ""
-    yield f"What the plan predicts on {DEVICES} with the default of every key, for the shapes in `configs/shapes`: the"
-    yield "way that it takes, which fills the memory with graphs that it needn't compute again. Activations go as"
-    yield "gradients come, so that together is less than the sum."
-    yield ""
-    yield "| Shape | Parameters | Way | Weights | Gradients and optimizer | Activations | Together |"
-    yield "|---|---|---|---|---|---|---|"
+    lines = [
+        render_classes(),
+        MEMORY,
+        "",
+        f"What the plan predicts on {DEVICES} with the default of every key, for the shapes in `configs/shapes`: the",
+        "way that it takes, which fills the memory with graphs that it needn't compute again. Activations go as",
+        "gradients come, so that together is less than the sum.",
+        "",
+        "| Shape | Parameters | Way | Weights | Gradients and optimizer | Activations | Together |",
+        "|---|---|---|---|---|---|---|",
+    ]
     devices = parse_devices(DEVICES)
     for path in sorted(SHAPES.glob("*.json")):
         config = Config(model_name=str(path))
         made = plan_elsewhere(config, devices, shape=None, num_records=RECORDS)
         size = measured_model(config, devices.machine(1))
         taken = made.bytes_per_device
-        yield _row(
+        cells = (
             f"`{path.stem}`",
             show_count(size.num_parameters),
             f"{made.way}{'' if made.fits else ', too large'}",
@@ -112,7 +64,52 @@ def _memory() -> Iterator[str]:
             show_bytes(taken.activations + taken.loss),
             show_bytes(taken.total),
         )
-    yield ""
+        lines.append(_row(*cells))
+    return "\n".join([*lines, ""])
+
+
+def render_classes() -> str:
+    """Return the page without the memory, which takes a minute to predict."""
+    classes: list[type[Encoder]] = [ENCODERS.load(name) for name in ENCODERS.names() if name not in ENCODERS.plugins()]
+    lines = [
+        _INTRODUCTION,
+        "| Models | What decides | Pooling | Prompts | `trainable` | `model/` is written for |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in classes:
+        about = each.about
+        if about is not None:
+            cells = [about.models, about.decides, about.pooling, about.prompts]
+            lines.append(_row(*cells, about.trainable, about.writes))
+    lines += [
+        "",
+        "`trainable: text+projection` freezes the image tower alone, `all-projection` the projections; other sums and",
+        "differences are in [adapters.md](adapters.md). Low-rank adapters (`use_lora`) go into the transformer layers",
+        "of all but the tables and the tiny ones; with `lora_towers: text+projection` into the projections too.",
+        "",
+        "## Prompts known by name",
+        "",
+        "Used where neither `query_prompt` and `document_prompt` nor a file of the model says which.",
+        "",
+        "| Family | Types | Query | Document |",
+        "|---|---|---|---|",
+    ]
+    for family in PROMPT_FAMILIES:
+        types = ", ".join(sorted(family.types))
+        lines.append(_row(family.name, types, _quoted(family.query), _quoted(family.document)))
+    lines += [
+        "",
+        "## Vision-language families",
+        "",
+        "| Family | `model_type` | Pooling | Most tokens of a picture | Instruction |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, vision_language in FAMILIES.items():
+        count = vision_language.most_image_tokens
+        most = "its processor's" if count is None else f"{count:,}"
+        instruction = _quoted(vision_language.instruction)
+        lines.append(_row(vision_language.name, kind, vision_language.pooling, most, instruction))
+    return "\n".join([*lines, ""])
 
 
 def _row(*cells: str) -> str:

@@ -28,7 +28,6 @@ from vembed.training.model import teacher_dimension
 from vembed.training.refresh import documents_per_query, mining_notes
 
 if TYPE_CHECKING:
-    from vembed.batch import Modality
     from vembed.checkpoint.tensors import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.data.run_data import RunData
@@ -100,12 +99,30 @@ def build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
 
 def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
     model = measured_model(config, runtime.machine)
-    refuse_unread(config.model_name, model.modalities, _modalities(data))
-    counts = data.counts
+    counts, items = data.counts, data.counts.items
+    tasks = [data.dev, data.test, *(further.task for further in data.further)]
+    sets = {task.name: ItemCounts.of(task).modalities for task in tasks if task is not None}
+    refuse_unread(config.model_name, model.modalities, {" and ".join(data.sources): items.modalities, **sets})
+
+    # Keys and towers that the training data never reach.
+    idle: list[str] = []
+    if not items.has_pictures:
+        asked = {"image_augmentation": config.image_augmentation != "none", "image_flip": config.image_flip}
+        idle += [
+            f"{name} has no effect: the training data hold no pictures." for name, is_set in asked.items() if is_set
+        ]
+    reached = {"texts": items.has_texts, "pictures": items.has_pictures, "all": True}
+    idle += [
+        f"the {tower.name} tower ({tower.num_parameters:,} parameters) stays as it was loaded: the training data hold "
+        f"no {tower.items}."
+        for tower in model.towers
+        if not reached[tower.items]
+    ]
+
     size = DataSize(
         num_records=counts.num_records,
         documents_per_query=documents_per_query(config, counts),
-        pictures_per_record=counts.items.num_pictures / counts.num_records,
+        pictures_per_record=items.num_pictures / counts.num_records,
         picture_bytes=model.picture_bytes,
         teacher_dimension=teacher_dimension(config),
         record_tokens=_record_tokens(config, model, data),
@@ -113,20 +130,12 @@ def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
             *(note for name in model_names(config) if (note := locate(name).note) is not None),
             *_scratch_notes(config),
             *data.notes,
-            *_idle_augmentation(config, data),
-            *_idle_towers(model, data),
+            *idle,
             *_direction_notes(config, data),
             *mining_notes(config, data),
         ),
     )
     return make_plan(config, runtime.machine, model, size, devices=_devices(runtime))
-
-
-def _modalities(data: RunData) -> dict[str, set[Modality]]:
-    """Return what the training data and each set hold, by name."""
-    tasks = [data.dev, data.test, *(further.task for further in data.further)]
-    sets = {task.name: ItemCounts.of(task).modalities for task in tasks if task is not None}
-    return {" and ".join(data.sources): data.counts.items.modalities, **sets}
 
 
 def _record_tokens(config: Config, model: ModelSize, data: RunData) -> tuple[float, ...]:
@@ -221,26 +230,6 @@ def _scratch_notes(config: Config) -> list[str]:
         f"hardly learns with it: try {min(rates):g} and more epochs, as vembed init writes them"
     )
     return [note]
-
-
-def _idle_augmentation(config: Config, data: RunData) -> list[str]:
-    """Say that changing pictures changes nothing where there are none."""
-    if data.counts.items.has_pictures:
-        return []
-    idle = {"image_augmentation": config.image_augmentation != "none", "image_flip": config.image_flip}
-    return [f"{name} has no effect: the training data hold no pictures." for name, is_set in idle.items() if is_set]
-
-
-def _idle_towers(model: ModelSize, data: RunData) -> list[str]:
-    """Say which tower no training data reach."""
-    items = data.counts.items
-    reached = {"texts": items.has_texts, "pictures": items.has_pictures, "all": True}
-    return [
-        f"the {tower.name} tower ({tower.num_parameters:,} parameters) stays as it was loaded: the training data hold "
-        f"no {tower.items}."
-        for tower in model.towers
-        if not reached[tower.items]
-    ]
 
 
 def check_decisions(checkpoint: LoadedCheckpoint) -> None:

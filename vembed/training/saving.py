@@ -491,19 +491,6 @@ def write_saved_model(run: Path, step: int, folder: Path) -> Path:
         config = Config.model_validate(loaded.stamp["config"])
     except ValidationError as error:
         raise InvalidCheckpointError(f"{path}: its configuration is none of this version ({error})") from error
-    encoder = _encoder(output, config, use_lora=bool(plan.get("use_lora")))
-    if loaded.stamp.get("base") != encoder.trained.base:
-        raise ConfigError(
-            f"{path} holds only what was trained, and {encoder.name} is no longer the model that it was trained "
-            f"beside; bring that one back, with its model_revision"
-        )
-    load_module(encoder, loaded.tensors["model"])
-    save_trained(encoder, folder / "model", folder / "adapter")
-    return folder / "model"
-
-
-def _encoder(output: OutputFolder, config: Config, *, use_lora: bool) -> Encoder:
-    """Build the encoder that a run trained, on the CPU and as it was before training."""
     lacking = [name for name in ModelKeys.model_fields if lacks_secret(getattr(config, name))]
     if lacking:
         raise ConfigError(
@@ -514,9 +501,16 @@ def _encoder(output: OutputFolder, config: Config, *, use_lora: bool) -> Encoder
         config = renamed(config, str(output.initial_model))
     # As training began: the same parts frozen and the same adapters, so that names and shapes fit the checkpoint.
     encoder = load_configured(config)
-    if use_lora:
+    if plan.get("use_lora"):
         add_adapters(encoder, config)
     else:
         freeze(encoder, config.trainable)
     encoder.trained = replace(encoder.trained, base=base_fingerprint(encoder))
-    return encoder
+    if loaded.stamp.get("base") != encoder.trained.base:
+        raise ConfigError(
+            f"{path} holds only what was trained, and {encoder.name} is no longer the model that it was trained "
+            f"beside; bring that one back, with its model_revision"
+        )
+    load_module(encoder, loaded.tensors["model"])
+    save_trained(encoder, folder / "model", folder / "adapter")
+    return folder / "model"

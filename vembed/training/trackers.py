@@ -414,6 +414,7 @@ def track_start(trackers: list[Tracker], step: int, *, plan: str) -> None:
 def track_end(run: Run, result: RunResult) -> None:
     """Tell the trackers the results of the run, and give them its files, and the model where the user wants that."""
     from vembed.batch import ImageLimits
+    from vembed.evaluation.metrics import HEADLINE
     from vembed.evaluation.report.examples import choose_examples
     from vembed.evaluation.sets import headline
 
@@ -422,8 +423,22 @@ def track_end(run: Run, result: RunResult) -> None:
     # Small things first: uploads of files and of the model take long, and Ctrl-C then loses only those.
     task, step, trackers = run.evaluations.verdict_task, run.state.step, run.trackers
     tell(trackers, "log_text", step, "verdict", redact(headline(result.verdict, result.sets)))
-    tell(trackers, "log_result", step, _main_metrics(result))
-    tell(trackers, "log_table", step, "results", *_results_table(result))
+    main: dict[str, float] = {}
+    table: list[list[Cell]] = []  # a row for each metric of each set
+    for number, outcome in enumerate(result.sets):
+        # The verdict's set comes first, under the names of a run with one set: values of several runs share a column.
+        prefix = f"{outcome.role}-{number}/" if number else ""
+        names = {*HEADLINE, outcome.verdict.comparison.metric}
+        before, after = outcome.baseline.metrics, outcome.final.metrics
+        for when, metrics in (("baseline", before), ("final", after)):
+            main |= {f"{prefix}{when}/{name}": value for name, value in metrics.items() if name in names}
+        table += [
+            [redact(outcome.final.task), outcome.role, name, before[name], after[name], after[name] - before[name]]
+            for name in after
+            if name in before
+        ]
+    tell(trackers, "log_result", step, main)
+    tell(trackers, "log_table", step, "results", ("set", "role", "metric", "before", "after", "difference"), table)
     groups = () if task.grades else choose_examples(task, result.baseline, result.final, result.metric)
     columns, rows = _examples_table(groups, result.metric, ImageLimits(max_pixels=run.config.max_image_pixels))
     if rows:
@@ -433,33 +448,6 @@ def track_end(run: Run, result: RunResult) -> None:
             tell(trackers, "log_file", path)
     if run.config.log_model:
         tell(trackers, "log_model", run.output.model)
-
-
-def _main_metrics(result: RunResult) -> dict[str, float]:
-    """Return the main metrics of each set before and after; those of the first set have plain names."""
-    from vembed.evaluation.metrics import HEADLINE
-
-    values: dict[str, float] = {}
-    # The verdict's set comes first, under the names of a run with one set: values of several runs share a column.
-    for number, outcome in enumerate(result.sets):
-        prefix = f"{outcome.role}-{number}/" if number else ""
-        names = {*HEADLINE, outcome.verdict.comparison.metric}
-        for when, evaluation in (("baseline", outcome.baseline), ("final", outcome.final)):
-            values |= {f"{prefix}{when}/{name}": value for name, value in evaluation.metrics.items() if name in names}
-    return values
-
-
-def _results_table(result: RunResult) -> tuple[Sequence[str], list[list[Cell]]]:
-    """Return columns and rows: a row for each metric of each set."""
-    rows: list[list[Cell]] = []
-    for outcome in result.sets:
-        before, after = outcome.baseline.metrics, outcome.final.metrics
-        rows += [
-            [redact(outcome.final.task), outcome.role, name, before[name], after[name], after[name] - before[name]]
-            for name in after
-            if name in before
-        ]
-    return ("set", "role", "metric", "before", "after", "difference"), rows
 
 
 def _examples_table(

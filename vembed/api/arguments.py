@@ -71,17 +71,14 @@ def path_of(data: RowsInput | str | Path, limits: ImageLimits) -> Iterator[str]:
     if isinstance(data, (str, Path)):
         yield str(data)
         return
+    rows: Any = data
+    if isinstance(rows, Iterable) and not isinstance(rows, (Mapping, bytes)) and not is_table(rows):
+        # Texts become rows with their numbers as ids, dictionaries stay as they are.
+        rows = ({"_id": str(n), "text": row} if isinstance(row, str) else row for n, row in zip(count(), rows))
     files: dict[str, Path] = {}
     with errors_name_arguments({}, files), TemporaryDirectory(prefix="vembed-rows-") as folder:
-        files["data"] = write_rows(_rows(data), Path(folder), "data", limits)
+        files["data"] = write_rows(rows, Path(folder), "data", limits)
         yield str(files["data"])
-
-
-def _rows(data: Any) -> Any:
-    """Return texts as rows, with their numbers as ids; tables and dictionaries as they are."""
-    if is_table(data) or isinstance(data, (Mapping, bytes)) or not isinstance(data, Iterable):
-        return data
-    return ({"_id": str(n), "text": row} if isinstance(row, str) else row for n, row in zip(count(), data))
 
 
 def refuse_unknown(options: Mapping[str, object], known: type, function: str) -> None:

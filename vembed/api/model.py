@@ -416,17 +416,15 @@ class Scoring(str):
         Returns:
             (Q, D) float32, higher is closer.
         """
+        arrays = [np.atleast_2d(np.asarray(vectors)) for vectors in (queries, documents)]
+        q_QE, d_DE = (
+            2 * np.unpackbits(array, axis=1).astype(np.float32) - 1  # packed bits: 1 or -1 each
+            if array.dtype == np.uint8
+            else array.astype(np.float32)
+            for array in arrays
+        )
         # int8 codes have lost their length, and all rows of bits have one: both stand for directions, so that dot
         # products of either mean nothing.
-        q_QE, d_DE = (_floats(each) for each in (queries, documents))
-        if self == "cosine" or any(np.asarray(each).dtype in (np.int8, np.uint8) for each in (queries, documents)):
+        if self == "cosine" or any(array.dtype in (np.int8, np.uint8) for array in arrays):
             q_QE, d_DE = unit_length(q_QE), unit_length(d_DE)
         return q_QE @ d_DE.T
-
-
-def _floats(vectors: Any) -> NDArray[np.float32]:
-    """Return vectors as floats; of packed bits each is 1 or -1."""
-    array = np.atleast_2d(np.asarray(vectors))
-    if array.dtype == np.uint8:
-        return 2 * np.unpackbits(array, axis=1).astype(np.float32) - 1
-    return array.astype(np.float32)

@@ -239,18 +239,15 @@ def open_for_queries(
         kept = {name: value for name, value in meta.model_options.items() if name in VECTOR_OPTIONS}
         if model is not None:
             kept.pop("model_revision", None)  # it is of the other model
-        merged = cast("LoadKeys", {**kept, **options})
-        model = load(_named_model(meta, path) if model is None else model, **merged)
+        else:
+            model = meta.model.name
+            if Path(model).is_absolute() and not is_folder(model):
+                raise ConfigError(
+                    f"{path} was made by {model}, which isn't there any more; name its new place with --model"
+                )
+        model = load(model, **cast("LoadKeys", {**kept, **options}))
     elif options:
         raise TypeError(f"open_index: {next(iter(options))} belongs to load: the model is loaded already")
     encode = model.item_encoder(DEFAULT_BATCH_SIZE)
     index.check_model(model.identity, encode)
     return Searcher(index, encode, model.image_limits)
-
-
-def _named_model(meta: IndexMeta, folder: Path) -> str:
-    """Return the model that an index names, if it is still there."""
-    name = meta.model.name
-    if Path(name).is_absolute() and not is_folder(name):
-        raise ConfigError(f"{folder} was made by {name}, which isn't there any more; name its new place with --model")
-    return name

@@ -198,16 +198,6 @@ class RunResult(FinishedRun):
                 self.savefig(buffer, format="png")
                 return buffer.getvalue()
 
-        curves = self._curves()
-        figure = Plot(figsize=(4.5 * len(curves), 3), layout="constrained")
-        for axes, (name, points) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
-            axes.plot(*zip(*points, strict=True), marker="." if len(points) < 50 else None)
-            axes.set(xlabel="step", ylabel=name)
-            axes.grid(alpha=0.3)
-        return figure
-
-    def _curves(self) -> dict[str, list[tuple[float, float]]]:
-        """Return (step, value) of each curve that has values."""
         rows = read_rows(self.output / "metrics.jsonl")
         curves = {
             label: [(row["step"], row[name]) for row in rows if name in row] for name, label in _STEP_CURVES.items()
@@ -215,10 +205,15 @@ class RunResult(FinishedRun):
         page, metric = self.report.with_suffix(".json"), self.metric
         evaluations = json.loads(page.read_text("utf-8"))["evaluations"] if page.is_file() else []
         curves[f"dev {metric}"] = [(each["step"], each["metrics"][metric]) for each in evaluations]
-        found = {name: points for name, points in curves.items() if points}
-        if not found:
+        curves = {name: points for name, points in curves.items() if points}
+        if not curves:
             raise DataError(f"{self.output} has nothing to draw: its metrics.jsonl has no steps")
-        return found
+        figure = Plot(figsize=(4.5 * len(curves), 3), layout="constrained")
+        for axes, (name, points) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
+            axes.plot(*zip(*points, strict=True), marker="." if len(points) < 50 else None)
+            axes.set(xlabel="step", ylabel=name)
+            axes.grid(alpha=0.3)
+        return figure
 
 
 class Trainer:

@@ -139,7 +139,12 @@ def _check(lower: Layer, upper: Layer, path: Path | None) -> LoadedConfig:
     """Lay one layer over the other and judge the result: steps 2 to 6."""
     start = Origin(0, 0, "configuration" if path is None else printable(str(path)))
     problems = [*lower.problems, *upper.problems]
-    _import_plugins([*lower.settings, *upper.settings])
+    plugins = [setting for setting in (*lower.settings, *upper.settings) if setting.name == "plugins"]
+    if plugins:
+        try:
+            import_plugins(plugins[-1].value)
+        except ConfigError as error:
+            raise_problems([Problem(plugins[-1].origin, str(error).removeprefix("plugins: "), "plugins")])
     known = fields()
     settings = _lay_over(_settle(lower.settings, known, problems), _settle(upper.settings, known, problems))
     foreign = {name: setting for name, setting in settings.items() if name not in known}
@@ -331,15 +336,6 @@ def _plain(value: object, depth: int, left: Iterable[int]) -> object:
 # 2. to 5. From what was written to one setting for each key
 
 
-def _import_plugins(settings: Sequence[Setting]) -> None:
-    last = next((setting for setting in reversed(settings) if setting.name == "plugins"), None)
-    if last is not None:
-        try:
-            import_plugins(last.value)
-        except ConfigError as error:
-            raise_problems([Problem(last.origin, str(error).removeprefix("plugins: "), "plugins")])
-
-
 def _settle(settings: Iterable[Setting], known: Mapping[str, FieldInfo], problems: list[Problem]) -> dict[str, Setting]:
     """Resolve the aliases of one layer; a part of a mapping stands under `key.part`."""
     settled: dict[str, Setting] = {}
@@ -391,21 +387,18 @@ def _judge_foreign(name: str, setting: Setting, settings: Mapping[str, Setting],
     if setting.value is None:
         return None
     row, value = names.foreign(name, setting.value), show_value(setting.value)
+    are_set = {key for key, other in settings.items() if other.value is not None}
     if row is None:
         text = f"must be true or false, got {value}; it is a key of other trainers, and decides nothing here"
     elif row.verdict == "refused":
         text = f"{value}: {row.text}"
-    elif row.goes_with is not None and _is_set(row.goes_with, settings) != row.value:
+    elif row.goes_with is not None and (row.goes_with in are_set) != row.value:
         fix = "set" if row.value else "remove"
         text = f"{written(row.value)} contradicts {row.goes_with}, which alone decides; {fix} {row.goes_with}"
     else:
         return f"{name} {value}: {row.text}"
     problems.append(Problem(setting.origin, text, name))
     return None
-
-
-def _is_set(key: str, settings: Mapping[str, Setting]) -> bool:
-    return key in settings and settings[key].value is not None
 
 
 # 6. Validate
@@ -431,9 +424,15 @@ def _validate(
     for error in errors:
         broken = error.get("ctx", {}).get("error")
         if isinstance(broken, BrokenRules):
-            problems += [
-                _rule_problem(keys, text, settings, start) for keys, text in broken.broken if wrong.isdisjoint(keys)
-            ]
+            for keys, text in broken.broken:
+                if not wrong.isdisjoint(keys):
+                    continue
+                # A broken rule stands at the first of its keys that is set, and names where the others are set.
+                given = [key for key in keys if key in settings]
+                origins = [f"{key} is set at {settings[key].origin.label}" for key in given[1:]]
+                text = f"{text} ({', '.join(origins)})" if origins else text
+                first = settings[given[0]] if given else None
+                problems.append(Problem(first.origin if first else start, text, first.name if first else keys[0]))
     return config
 
 
@@ -482,11 +481,3 @@ def _key_problems(errors: Sequence[ErrorDetails], settings: Mapping[str, Setting
         else:
             problems.append(Problem(setting.origin, explain(key, group, setting.value), setting.name))
     return problems
-
-
-def _rule_problem(keys: Sequence[str], text: str, settings: Mapping[str, Setting], start: Origin) -> Problem:
-    """Place a broken rule at the first of its keys that is set, and name where the others are set."""
-    given = [settings[key] for key in keys if key in settings]
-    origins = [f"{key} is set at {settings[key].origin.label}" for key in keys if key in settings][1:]
-    text = f"{text} ({', '.join(origins)})" if origins else text
-    return Problem(given[0].origin, text, given[0].name) if given else Problem(start, text, keys[0])

@@ -93,8 +93,12 @@ def resume_differences(old: Mapping[str, object], new: Config) -> list[ResumeDif
             continue
         # A plugin may change anything, so `plugins` affects the result, but for one that brings trackers and no more.
         kind = on_resume(key)
-        if key == "plugins" and _adds_only_trackers(before if isinstance(before, list) else [], new.plugins):
-            kind = "harmless"
+        if key == "plugins":
+            earlier = before if isinstance(before, list) else []
+            added = [name for name in new.plugins if name not in earlier]
+            kept = [name for name in new.plugins if name in earlier]
+            if kept == earlier and all(map(adds_only_trackers, added)):
+                kind = "harmless"
         differences.append(ResumeDifference(key, before, value, kind))
     # Of a key that no longer exists nobody can say any more what it did.
     gone = [key for key in old if key not in fields()]
@@ -104,9 +108,3 @@ def resume_differences(old: Mapping[str, object], new: Config) -> list[ResumeDif
 def _owners(key: str) -> set[str]:
     """Return the losses whose key it is; empty for a key of every run."""
     return set(facts_of(fields()[key]).get("acts_with", {}).get("loss_type", ()))
-
-
-def _adds_only_trackers(before: list[str], now: list[str]) -> bool:
-    """Return whether plugins were only added, and those bring trackers alone."""
-    kept = [name for name in now if name in before]
-    return kept == before and all(adds_only_trackers(name) for name in now if name not in before)

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from vembed.config.documents import write_mapping
 from vembed.config.load import MAX_FILE_BYTES, MAX_TEXT_BYTES
 from vembed.config.messages import expectation, key_schemas
-from vembed.config.names import ALIASES, ANY_VALUE, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE, Foreign
+from vembed.config.names import ALIASES, ANY_VALUE, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE
 from vembed.config.record import on_resume
 from vembed.config.schema import SECTIONS, fields, key_names, rules, section_keys
 from vembed.models.keys import ModelKeys
@@ -74,17 +74,44 @@ the weights nor the order of the samples; a change of any other key is *refused*
 
 def render_reference() -> str:
     """Return the text of docs/configuration.md."""
-    return "\n".join(
-        [_INTRODUCTION, *(_section(title) for title in SECTIONS), _aliases(), _elsewhere(), _foreign(), _rules()]
-    )
+    lines = [_INTRODUCTION]
+    for title, section in SECTIONS.items():
+        lines += [f"## {title}", "", (section.__doc__ or "").strip(), ""]
+        lines += ["| Key | Values | Default | Unit | Meaning | Aliases | On resume |", "|---|---|---|---|---|---|---|"]
+        for name in section_keys(title):
+            cells = [f"`{name}`", *key_facts(name).values()]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
 
+    lines += ["## Aliases", "", "An alias beside a key that it sets is an error.", "", "| Alias | Sets |", "|---|---|"]
+    for alias, targets in ALIASES.items():
+        lines.append(f"| `{alias}` | {' and '.join(f'`{target}`' for target in targets)} |")
 
-def _section(title: str) -> str:
-    section = SECTIONS[title]
-    lines = [f"## {title}", "", (section.__doc__ or "").strip(), ""]
-    lines += ["| Key | Values | Default | Unit | Meaning | Aliases | On resume |", "|---|---|---|---|---|---|---|"]
-    lines += map(_row, section_keys(title))
-    return "\n".join([*lines, ""])
+    lines += ["", "## Names that other trainers have", ""]
+    lines += ["They are errors that say the name here. Values are written as `key: value`.", ""]
+    lines += ["| Here | Elsewhere |", "|---|---|"]
+    elsewhere: dict[str, list[str]] = {}
+    for name, key in OTHER_KEYS.items():
+        elsewhere.setdefault(f"`{key}`", []).append(f"`{name}`")
+    for key, values in VALUES_ELSEWHERE.items():
+        for ours, names in values.items():
+            elsewhere[f"`{key}: {ours}`"] = [f"`{name}`" for name in names.split()]
+    lines += [f"| {here} | {', '.join(there)} |" for here, there in elsewhere.items()]
+
+    lines += ["", "## Keys and values of other trainers", ""]
+    lines += ["What is accepted is a line of the plan; what is refused is an error, with this text.", ""]
+    lines += ["| Here | As other trainers have it |", "|---|---|"]
+    outcomes: dict[str, list[str]] = {}
+    for row in FOREIGN:
+        outcome = f"the same as `{_yaml(row.ours)}`" if row.verdict == "same" else f"{row.verdict}: {row.text}"
+        value = "" if row.value is ANY_VALUE else f": {_yaml(row.value)}"
+        outcomes.setdefault(outcome, []).append(f"`{row.key}{value}`")
+    lines += [f"| {here} | {', '.join(there)} |" for here, there in outcomes.items()]
+
+    order = key_names()
+    listed = sorted(rules(), key=lambda rule: order.index(rule.keys[0]))
+    lines += ["", "## Rules between keys", "", *(f"- {rule.sentence}" for rule in listed), ""]
+    return "\n".join(lines)
 
 
 def key_facts(name: str) -> dict[str, str]:
@@ -132,61 +159,8 @@ def _of_type(member: Mapping[str, Any]) -> Any:
     return {"boolean": True, "integer": member.get("minimum", 1), "string": "NAME"}[member["type"]]
 
 
-def _row(name: str) -> str:
-    cells = [f"`{name}`", *key_facts(name).values()]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
 def _yaml(value: object) -> str:
     return write_mapping({"value": value}).removeprefix("value: ").strip()
-
-
-def _aliases() -> str:
-    lines = ["## Aliases", "", "An alias beside a key that it sets is an error.", "", "| Alias | Sets |", "|---|---|"]
-    lines += [
-        f"| `{alias}` | {' and '.join(f'`{target}`' for target in targets)} |" for alias, targets in ALIASES.items()
-    ]
-    return "\n".join([*lines, ""])
-
-
-def _elsewhere() -> str:
-    lines = ["## Names that other trainers have", ""]
-    lines += ["They are errors that say the name here. Values are written as `key: value`.", ""]
-    lines += ["| Here | Elsewhere |", "|---|---|"]
-    groups: dict[str, list[str]] = {}
-    for name, key in OTHER_KEYS.items():
-        groups.setdefault(f"`{key}`", []).append(f"`{name}`")
-    for key, values in VALUES_ELSEWHERE.items():
-        for ours, names in values.items():
-            groups[f"`{key}: {ours}`"] = [f"`{name}`" for name in names.split()]
-    lines += [f"| {here} | {', '.join(there)} |" for here, there in groups.items()]
-    return "\n".join([*lines, ""])
-
-
-def _foreign() -> str:
-    lines = ["## Keys and values of other trainers", ""]
-    lines += ["What is accepted is a line of the plan; what is refused is an error, with this text.", ""]
-    lines += ["| Here | As other trainers have it |", "|---|---|"]
-    groups: dict[str, list[str]] = {}
-    for row in FOREIGN:
-        groups.setdefault(_comes_to(row), []).append(f"`{row.key}{_foreign_value(row)}`")
-    lines += [f"| {here} | {', '.join(there)} |" for here, there in groups.items()]
-    return "\n".join([*lines, ""])
-
-
-def _foreign_value(row: Foreign) -> str:
-    return "" if row.value is ANY_VALUE else f": {_yaml(row.value)}"
-
-
-def _comes_to(row: Foreign) -> str:
-    return f"the same as `{_yaml(row.ours)}`" if row.verdict == "same" else f"{row.verdict}: {row.text}"
-
-
-def _rules() -> str:
-    order = key_names()
-    listed = sorted(rules(), key=lambda rule: order.index(rule.keys[0]))
-    lines = ["## Rules between keys", "", *(f"- {rule.sentence}" for rule in listed)]
-    return "\n".join([*lines, ""])
 
 
 # vembed/api/keys.py
@@ -224,7 +198,10 @@ def render_keys() -> str:
     aliases = {alias: targets[0] for alias, targets in ALIASES.items()}
     train = {name: _of_key(key, fields()[key]) for name, key in {**keys, **aliases}.items()}
     taken = [name for name, info in ModelKeys.model_fields.items() if "load" in facts_of(info)]
-    load = {name: _or_none(_of_key(name, fields()[name])) for name in (*taken, "max_image_pixels")}
+    load = {name: _of_key(name, fields()[name]) for name in (*taken, "max_image_pixels")}
+    for name, kinds in load.items():
+        if kinds != "bool" and not kinds.endswith("None"):  # None leaves a key at its default
+            load[name] = f"{kinds} | None"
     index = {name: _of_key(name, info) for name, info in IndexKeys.model_fields.items()}
     return _HEAD + "".join(
         (
@@ -244,11 +221,6 @@ def render_keys() -> str:
 def _typed(name: str, meaning: str, types: Mapping[str, str]) -> str:
     lines = [f"class {name}(TypedDict, total=False):", f'    """{meaning}"""', ""]
     return "\n".join(["", "", *lines, *(f"    {key}: {kind}" for key, kind in types.items()), ""])
-
-
-def _or_none(kinds: str) -> str:
-    """Add None, which leaves a key at its default."""
-    return kinds if kinds == "bool" or kinds.endswith("None") else f"{kinds} | None"
 
 
 def _of_key(key: str, info: FieldInfo) -> str:

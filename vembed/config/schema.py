@@ -185,11 +185,15 @@ def rules() -> tuple[Rule, ...]:
 def _all_rules(checked: type[Config]) -> tuple[Rule, ...]:
     # A section that is a base of another one (SourceKeys of DataKeys) gives its rules once, with the latter.
     of_sections = [rule for section in SECTIONS.values() for rule in rules_of(section)]
-    return (*of_sections, *idle_rules(checked.model_fields, _values_of, _hint))
-
-
-def _values_of(config: Config, name: str) -> Sequence[object]:
-    return loss_names(config) if name == "loss_type" else (getattr(config, name),)
+    # Of loss_type, the values are all losses that act.
+    return (
+        *of_sections,
+        *idle_rules(
+            checked.model_fields,
+            lambda config, name: loss_names(config) if name == "loss_type" else (getattr(config, name),),
+            _hint,
+        ),
+    )
 
 
 def _hint(config: Config, other: str, name: str) -> str:
@@ -206,17 +210,23 @@ def _class_with_losses(losses: tuple[type[LossSection], ...]) -> type[Config]:
     for loss in losses:
         for name, info in loss.model_fields.items():
             known = infos.setdefault(name, Config.model_fields.get(name, info))
-            if (name in Config.model_fields and name not in LossKeys.model_fields) or not _is_same_key(known, info):
+            # Several losses may have a key, if they mean the same by it.
+            one, other = ((each.annotation, each.default, each.description) for each in (known, info))
+            if one != other or (name in Config.model_fields and name not in LossKeys.model_fields):
                 raise ConfigError(
                     f"key {name} of the loss {loss.name} has the name of another key; choose another name"
                 )
             losses_of.setdefault(name, []).append(loss.name)
     # A key that every loss has is that of LossKeys; any other says which losses have it.
-    made: dict[str, Any] = {
-        name: (info.annotation, _with_owners(info, losses_of[name]))
-        for name, info in infos.items()
-        if len(losses_of[name]) < len(losses) or name not in Config.model_fields
-    }
+    made: dict[str, Any] = {}
+    for name, info in infos.items():
+        owners = losses_of[name]
+        if len(owners) == len(losses) and name in Config.model_fields:
+            continue
+        owned, facts = copy.copy(info), facts_of(info)
+        owned.description = f"{info.description} Only with loss_type {' or '.join(owners)}."
+        owned.json_schema_extra = facts | {"acts_with": {**facts.get("acts_with", {}), "loss_type": owners}}
+        made[name] = (info.annotation, owned)
     if columns := tuple(dict.fromkeys(column.name for loss in losses for column in loss.columns)):
         target: Any = Literal[(*get_args(ColumnName), *columns)]
         made["column_mapping"] = (dict[Name, target | None], Config.model_fields["column_mapping"])
@@ -224,19 +234,6 @@ def _class_with_losses(losses: tuple[type[LossSection], ...]) -> type[Config]:
     loss_type.description = f"The loss: {'; '.join(f'{loss.name}, {loss.summary}' for loss in losses)}."
     made["loss_type"] = (Literal[tuple(loss.name for loss in losses)], loss_type)
     return create_model("Config", __base__=Config, __module__=__name__, **made)
-
-
-def _is_same_key(one: FieldInfo, other: FieldInfo) -> bool:
-    return (one.annotation, one.default, one.description) == (other.annotation, other.default, other.description)
-
-
-def _with_owners(info: FieldInfo, losses: list[str]) -> FieldInfo:
-    """Return a key that says which losses have it."""
-    owned = copy.copy(info)
-    owned.description = f"{info.description} Only with loss_type {' or '.join(losses)}."
-    facts = facts_of(info)
-    owned.json_schema_extra = facts | {"acts_with": {**facts.get("acts_with", {}), "loss_type": losses}}
-    return owned
 
 
 def _broken_by_losses(config: Config) -> list[tuple[tuple[str, ...], str]]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
-    from typing import TextIO, TypeAlias
+    from typing import TypeAlias
 
     from vembed.distributed.runtime import Runtime
     from vembed.distributed.watchdog import Failure
@@ -182,20 +182,15 @@ def _while_read(command: Callable[[], int]) -> int:
         code = command()
         print(end="", flush=True)  # otherwise the interpreter complains at its exit
     except BrokenPipeError:
-        if not _is_closed(sys.stdout):
+        if sys.stdout is None:
+            raise
+        # Asking costs nothing and writes nothing: a write would be the second SIGPIPE.
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
             raise
         write_no_more(sys.stdout)
     return code
-
-
-def _is_closed(stream: TextIO | None) -> bool:
-    """Return whether a stream is a pipe without a reader."""
-    if stream is None:
-        return False
-    # Asking costs nothing and writes nothing: a write would be the second SIGPIPE.
-    poll = select.poll()
-    poll.register(stream, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -18,8 +18,6 @@ from vembed.section import option, word
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vembed.config.load import LoadedConfig
-
 
 class DoctorOptions(Options):
     """Check devices, memory, versions and environment variables, run one training step on two processes, compare its
@@ -70,22 +68,19 @@ def _run(given: Mapping[str, Any]) -> int:
     tested = {} if options.no_self_test else self_tests(len(facts.devices))
     if not options.as_json:
         print(show_tests(tested, skipped=options.no_self_test))
-    plan = None if loaded is None else _plan(loaded)  # may refuse what it plans: only then is anything ready
+    plan: dict[str, Any] | None = None
+    if loaded is not None:  # may refuse what it plans: only then is anything ready
+        from vembed.training.run import run_from_config
+
+        quiet_libraries()
+        # The plan is logged and written; nothing is left behind.
+        with TemporaryDirectory(prefix="vembed-doctor-") as folder:
+            config = loaded.config.model_copy(update={"output_dir": folder})
+            run_from_config(config, mode="plan", sources=loaded.sources, notes=loaded.notes)
+            plan = json.loads((Path(folder) / "plan.json").read_text("utf-8"))
     if not options.as_json:
         print(show_checks(checks, tested))
     else:
         print(json.dumps(as_document(facts, variables, checks, tested) | {"plan": plan}, indent=2))
     is_broken = any(finding.level == "problem" for finding in checks) or not all(map(passed, tested.values()))
     return ExitCode.ENVIRONMENT if is_broken else ExitCode.OK
-
-
-def _plan(loaded: LoadedConfig) -> dict[str, Any]:
-    """Log what a run of the configuration would plan here, and return it; nothing is left behind."""
-    from vembed.training.run import run_from_config
-
-    quiet_libraries()
-    with TemporaryDirectory(prefix="vembed-doctor-") as folder:
-        config = loaded.config.model_copy(update={"output_dir": folder})
-        run_from_config(config, mode="plan", sources=loaded.sources, notes=loaded.notes)
-        plan: dict[str, Any] = json.loads((Path(folder) / "plan.json").read_text("utf-8"))
-    return plan

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from vembed.distributed.runtime import Runtime
     from vembed.distributed.signals import StopSignal
-    from vembed.vectors.keys import Format
-    from vembed.workflows.search.format import IndexMeta
 
 
 class EncodeOptions(IndexKeys, ModelOptions, PictureOptions):
@@ -77,6 +75,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], watchdog: Watchdog) -> 
     def encode(runtime: Runtime, stop: StopSignal) -> None:
         from vembed.api.model import load
         from vembed.api.retrieval import index_corpus
+        from vembed.pages.text import bytes_text
 
         refuse_taken(output, options.data, overwrite=options.overwrite)  # before a model is loaded
         model_options = options.load_options()
@@ -87,29 +86,20 @@ def _run(given: Mapping[str, Any], words: Sequence[str], watchdog: Watchdog) -> 
         meta = index_corpus(model, options.data, options.output, options, ranks=runtime.ranks, poll=stop.poll)
         if runtime.ranks.is_first:
             longest = model.item_encoder(options.batch_size).encoder.longest_text(options.side)
-            print(*_summary(meta, form, options.output, longest), sep="\n")
+            lines = [*meta.notes]
+            if meta.num_truncated:
+                lines.append(f"{meta.num_truncated:,} texts are longer than the {longest} tokens of the model: cut.")
+            documents = f"{meta.num_documents:,} documents"
+            if meta.num_pictures:
+                documents += f" ({meta.num_pictures:,} with a picture)"
+            if meta.num_vectors is not None:
+                mean = meta.num_vectors / meta.num_documents
+                size = bytes_text(4 * meta.num_vectors * meta.model.dimension)  # float32
+                documents += f", {meta.num_vectors:,} vectors ({mean:.1f} a document, {size})"
+            kind = f"index {meta.factory}" if form == "index" else {"parquet": "Parquet", "lancedb": "LanceDB"}[form]
+            shown = redact(str(options.output))
+            print(*lines, f"{documents}, {meta.model.dimension} dimensions, {kind}: {shown}", sep="\n")
 
     held = partial(held_output, output, words, overwrite=options.overwrite, clean=clean)
     advice = "what is encoded is kept, and the same command continues"
     return run_with_output(encode, held, watchdog=watchdog, advice=advice)
-
-
-def _summary(meta: IndexMeta, form: Format, output: Path, longest: int | None) -> list[str]:
-    """Return the notes of an index, and what it holds.
-
-    Args:
-        longest: Tokens of the longest text that the model takes.
-    """
-    from vembed.pages.text import bytes_text
-
-    lines = [*meta.notes]
-    if meta.num_truncated:
-        lines.append(f"{meta.num_truncated:,} texts are longer than the {longest} tokens of the model: cut.")
-    documents = f"{meta.num_documents:,} documents"
-    if meta.num_pictures:
-        documents += f" ({meta.num_pictures:,} with a picture)"
-    if meta.num_vectors is not None:
-        mean, size = meta.num_vectors / meta.num_documents, 4 * meta.num_vectors * meta.model.dimension  # float32
-        documents += f", {meta.num_vectors:,} vectors ({mean:.1f} a document, {bytes_text(size)})"
-    kind = f"index {meta.factory}" if form == "index" else {"parquet": "Parquet", "lancedb": "LanceDB"}[form]
-    return [*lines, f"{documents}, {meta.model.dimension} dimensions, {kind}: {redact(str(output))}"]

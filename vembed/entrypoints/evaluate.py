@@ -23,20 +23,18 @@ from vembed.registry import METRICS
 from vembed.section import Count, Name, option, word
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
     from vembed.distributed.runtime import Runtime
-    from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry
-    from vembed.evaluation.benchmark.variants import Variant
+    from vembed.evaluation.benchmark.run import Entry
     from vembed.evaluation.mteb import TaskScore
     from vembed.models.keys import ModelKeys
 
 BM25_NAMES = ("bm25", "BM25")
-"""What BM25 is called among the models; a folder of that name is given as ./bm25."""
+"""Names of BM25 among the models; a folder of that name is given as ./bm25."""
 
 DEFAULT_METRIC = "ndcg@10"
 SHOWN_METRICS = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
@@ -117,27 +115,11 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 
 
 def _run(options: EvaluateOptions, *, command: str) -> int:
-    _refuse_output(options)
-    if options.mteb is not None:
-        _refuse_without_effect(options, "--mteb measures as MTEB does", of_mteb=True)
-        options.refuse_unread_code()
-        with hold_output(options.output):
-            return _evaluate_mteb(options)
-    from vembed.data.sources import refuse_missing
-    from vembed.data.splits import SourceOptions
-
-    for path in options.sets:  # told before torch is imported, which takes seconds
-        refuse_missing(path, SourceOptions("test", options.split, named=("--data", "--split")))
-    with hold_output(options.output):
-        return _evaluate_pairs(options, command) if _measures_pairs(options) else _evaluate(options, command=command)
-
-
-def _refuse_output(options: EvaluateOptions) -> None:
-    """Refuse an output folder that a set or a model is read from: results would lie among its files."""
     from vembed.data.presets import preset_path
     from vembed.models.names import MODEL_FOLDER, is_run
 
-    # The folder of a run holds its model below model/: naming either means both.
+    # In a folder that a set or a model is read from, results would lie among its files. The folder of a run holds its
+    # model below model/: naming either means both.
     places = [preset.folder if (preset := preset_path(path)) else home_path(path) for path in options.sets]
     for model in (home_path(name).resolve() for name in options.models if name not in BM25_NAMES):
         run = model.parent if model.name == MODEL_FOLDER and is_run(model.parent) else model
@@ -147,20 +129,26 @@ def _refuse_output(options: EvaluateOptions) -> None:
         raise ConfigError(
             f"--output {options.output} is a folder that a set or a model is read from; choose another one"
         )
+    if options.mteb is not None:
+        _refuse_without_effect(options, "--mteb measures as MTEB does", of_mteb=True)
+        options.refuse_unread_code()
+        with hold_output(options.output):
+            return _evaluate_mteb(options)
+    from vembed.data.sources import is_judged_set, refuse_missing
+    from vembed.data.splits import SourceOptions
 
-
-def _measures_pairs(options: EvaluateOptions) -> bool:
-    """Return whether pairs are measured: rows whose label says something of the pair."""
-    from vembed.data.sources import is_judged_set
-
-    judged = [path for path in options.sets if is_judged_set(path)]
-    if options.label_kind not in {"pair", "grade"} or len(judged) == len(options.sets):
-        return False
-    said = f"--label-kind {options.label_kind} measures pairs and searches nothing"
-    if judged:
-        raise ConfigError(f"{said}, but {judged[0]} is a set to search: evaluate it with a command of its own")
-    _refuse_without_effect(options, said)
-    return True
+    for path in options.sets:  # told before torch is imported, which takes seconds
+        refuse_missing(path, SourceOptions("test", options.split, named=("--data", "--split")))
+    with hold_output(options.output):
+        judged = [path for path in options.sets if is_judged_set(path)]
+        if options.label_kind not in {"pair", "grade"} or len(judged) == len(options.sets):
+            return _evaluate(options, command=command)
+        # Rows whose label says something of the pair.
+        said = f"--label-kind {options.label_kind} measures pairs and searches nothing"
+        if judged:
+            raise ConfigError(f"{said}, but {judged[0]} is a set to search: evaluate it with a command of its own")
+        _refuse_without_effect(options, said)
+        return _evaluate_pairs(options, command)
 
 
 def _refuse_without_effect(options: EvaluateOptions, said: str, *, of_mteb: bool = False) -> None:
@@ -269,22 +257,45 @@ def _facts(runtime: Runtime, *packages: str) -> list[tuple[str, str]]:
 
 
 def _evaluate(options: EvaluateOptions, *, command: str) -> int:
+    from vembed.evaluation.benchmark.variants import plan_variants
+
     # All that words alone can get wrong is told before torch is imported and before a set is read.
     k = _cut_off(options.metric)
-    variants = _variants(options)
+    words = [word.strip() for word in ",".join(options.dims).split(",")] if options.dims is not None else []
+    for dim in words:
+        if not dim.isascii() or not dim.isdigit():
+            raise ConfigError(f"--dims: {dim!r} is no number of dimensions; write them like 64,128,256")
+    dims = [int(dim) for dim in words]
+    variants = plan_variants(dims=dims, precisions=options.quantize, indexes=options.index, rescored=options.rescore)
     options.refuse_unread_code()
+
+    import torch
 
     from vembed.distributed.runtime import start_runtime
     from vembed.distributed.signals import StopSignal
-    from vembed.evaluation.benchmark.run import run_benchmark
+    from vembed.evaluation.benchmark.run import BenchmarkOptions, run_benchmark
     from vembed.evaluation.leaderboard import board_page, build_board
+    from vembed.evaluation.metrics import DEFAULT_KS
     from vembed.pages.terminal import render_terminal
     from vembed.pages.write import write_page
 
     quiet_libraries()
     runtime = start_runtime(deterministic=False)
     with StopSignal(advice="what is done is kept, and the same command continues") as stop:
-        settings = _benchmark_options(options, device=runtime.device, variants=variants, k=k, poll=stop.poll)
+        settings = BenchmarkOptions(
+            device=runtime.device,
+            batch_rows=options.batch_size,
+            split=options.split,
+            autocast_dtype=torch.bfloat16 if options.bf16 else None,
+            bm25_language=options.language_of_bm25,
+            poll=stop.poll,
+            ks=tuple(sorted({*DEFAULT_KS, k})),
+            variants=variants,
+            keep_vectors=not options.no_keep_vectors,
+            image_root=options.image_root,
+            label_kind=options.label_kind,
+            both_directions=options.both_directions,
+        )
         # Word matching has no weights: run_benchmark evaluates it by its language.
         models = [_model_keys(options, name) for name in options.models if name not in BM25_NAMES]
         entries = []
@@ -311,47 +322,6 @@ def _cut_off(metric: str) -> int:
     if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= MAX_DEPTH:
         raise ConfigError(f"--metric {metric!r}: write {name}@k with k between 1 and {MAX_DEPTH}, e.g. {name}@10")
     return int(digits)
-
-
-def _variants(options: EvaluateOptions) -> tuple[Variant, ...]:
-    from vembed.evaluation.benchmark.variants import plan_variants
-
-    words = [word.strip() for word in ",".join(options.dims).split(",")] if options.dims is not None else []
-    for dim in words:
-        if not dim.isascii() or not dim.isdigit():
-            raise ConfigError(f"--dims: {dim!r} is no number of dimensions; write them like 64,128,256")
-    return plan_variants(
-        dims=[int(word) for word in words], precisions=options.quantize, indexes=options.index, rescored=options.rescore
-    )
-
-
-def _benchmark_options(
-    options: EvaluateOptions,
-    *,
-    device: torch.device,
-    variants: tuple[Variant, ...],
-    k: int,
-    poll: Callable[[], None],
-) -> BenchmarkOptions:
-    import torch
-
-    from vembed.evaluation.benchmark.run import BenchmarkOptions
-    from vembed.evaluation.metrics import DEFAULT_KS
-
-    return BenchmarkOptions(
-        device=device,
-        batch_rows=options.batch_size,
-        split=options.split,
-        autocast_dtype=torch.bfloat16 if options.bf16 else None,
-        bm25_language=options.language_of_bm25,
-        poll=poll,
-        ks=tuple(sorted({*DEFAULT_KS, k})),
-        variants=variants,
-        keep_vectors=not options.no_keep_vectors,
-        image_root=options.image_root,
-        label_kind=options.label_kind,
-        both_directions=options.both_directions,
-    )
 
 
 def _model_keys(options: EvaluateOptions, name: str) -> ModelKeys:

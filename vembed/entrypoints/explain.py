@@ -39,7 +39,15 @@ def _run(name: str | None) -> int:
     word = "" if name is None else plain_name(name)
     sections = [title for title in SECTIONS if name in (None, title) or title.lower() == word]
     if sections and word not in key_schemas():
-        print("\n\n".join(map(_section, sections)))
+        # The keys of each section with the first sentence of what they do.
+        listings = []
+        for title in sections:
+            names = section_keys(title)
+            width = max(map(len, names))
+            summaries = [str(key_schemas()[key]["description"]).partition(". ")[0].rstrip(".") for key in names]
+            lines = [f"  {key:<{width}}  {text}" for key, text in zip(names, summaries, strict=True)]
+            listings.append("\n".join([title, *lines]))
+        print("\n\n".join(listings))
         return ExitCode.OK
     assert name is not None
     if word in ALIASES or word in OTHER_KEYS:
@@ -62,14 +70,6 @@ def _run(name: str | None) -> int:
         hint = "vembed explain lists every key" if near is None else f"did you mean {near}?"
         raise ConfigError(f"there is no key {visible(name)}; {hint}")
     return ExitCode.OK
-
-
-def _section(title: str) -> str:
-    """Return the keys of a section, each with the first sentence of what it does."""
-    names = section_keys(title)
-    width = max(map(len, names))
-    summaries = [str(key_schemas()[name]["description"]).partition(". ")[0].rstrip(".") for name in names]
-    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in zip(names, summaries, strict=True))])
 
 
 def _key(name: str) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from vembed.models.export.write import Exported, ExportRequest
+    from vembed.models.export.write import Exported
 
 FOR_GRAPHS = "for --format onnx: a sentence-transformers folder with ONNX graphs in onnx/"
 
@@ -75,7 +75,10 @@ def _run(given: Mapping[str, Any], words: Sequence[str]) -> int:
 
 
 def _export(options: ExportOptions, from_checkpoint: Path) -> int:
-    from vembed.models.export.write import export_model
+    import torch
+
+    from vembed.models.export.graph import GraphRequest
+    from vembed.models.export.write import ExportRequest, export_model
     from vembed.models.names import locate_model
     from vembed.workflows.publishing.card import card_files, spelled
 
@@ -85,22 +88,16 @@ def _export(options: ExportOptions, from_checkpoint: Path) -> int:
     if options.checkpoint is None:
         model, run = locate_model(options.model)
     else:
-        model, run = _saved_model(options.model, options.checkpoint, from_checkpoint), None
-    request = _request(options, model)
-    title = redact(request.output.expanduser().resolve().name)
-    card = card_files(title, title, model, run, owner)
-    with StopSignal(advice="nothing was written, export again") as stop:
-        exported = export_model(request, card, poll=stop.poll)
-    _print(exported, request.output, owner.license)
-    return ExitCode.OK
+        from vembed.training.output import OutputFolder
+        from vembed.training.saving import write_saved_model
 
-
-def _request(options: ExportOptions, model: str) -> ExportRequest:
-    import torch
-
-    from vembed.models.export.graph import GraphRequest
-    from vembed.models.export.write import ExportRequest
-
+        folder = Path(options.model).expanduser().resolve()
+        if not OutputFolder(folder).checkpoints.is_dir():
+            raise ConfigError(f"--checkpoint: {options.model} has no checkpoints; name the output folder of a run")
+        from_checkpoint.mkdir(parents=True)
+        step = options.checkpoint
+        print(f"the card tells nothing of the run: its report is of its kept model, not of step {step}")
+        model, run = str(write_saved_model(folder, step, from_checkpoint)), None
     keys = options.model_keys(model)
     graphs, form = None, options.format
     # Graphs are a part of a sentence-transformers folder, whose library picks them up by their names.
@@ -111,7 +108,7 @@ def _request(options: ExportOptions, model: str) -> ExportRequest:
         graphs = GraphRequest(int8=options.int8, opset=options.opset, allow_lower=options.allow_lower)
     elif options.int8 or options.opset is not None or options.allow_lower:
         raise ConfigError("--int8, --opset and --allow-lower are for graphs; add --format onnx")
-    return ExportRequest(
+    request = ExportRequest(
         keys=keys,
         output=options.output,
         form=form,
@@ -119,19 +116,12 @@ def _request(options: ExportOptions, model: str) -> ExportRequest:
         overwrite=options.overwrite,
         graphs=graphs,
     )
-
-
-def _saved_model(run_name: str, step: int, folder: Path) -> str:
-    """Write the model of a checkpoint into a folder, and return what it is loaded by."""
-    from vembed.training.output import OutputFolder
-    from vembed.training.saving import write_saved_model
-
-    run = Path(run_name).expanduser().resolve()
-    if not OutputFolder(run).checkpoints.is_dir():
-        raise ConfigError(f"--checkpoint: {run_name} has no checkpoints; name the output folder of a run")
-    folder.mkdir(parents=True)
-    print(f"the card tells nothing of the run: its report is of its kept model, not of step {step}")
-    return str(write_saved_model(run, step, folder))
+    title = redact(request.output.expanduser().resolve().name)
+    card = card_files(title, title, model, run, owner)
+    with StopSignal(advice="nothing was written, export again") as stop:
+        exported = export_model(request, card, poll=stop.poll)
+    _print(exported, request.output, owner.license)
+    return ExitCode.OK
 
 
 def _print(exported: Exported, output: Path, license_id: str | None) -> None:

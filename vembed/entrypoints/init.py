@@ -73,7 +73,8 @@ def _run(given: Mapping[str, Any]) -> int:
     lines = [f"# Train with: vembed train {output}", "# What a key does: vembed explain KEY", ""]
     for name, value in values.items():
         written = write_mapping({name: value}).strip()
-        lines.append(f"{written}  # {comments.get(name) or _meaning(name)}")
+        meaning = str(key_schemas()[name]["description"]).partition(". ")[0].rstrip(".")
+        lines.append(f"{written}  # {comments.get(name) or meaning}")
     # The file appears only once it is valid; a draft that fails is gone, and what stood there before is untouched.
     draft = output.with_name(f".{os.getpid()}-{output.name}")  # of the same suffix, which a configuration goes by
     try:
@@ -90,11 +91,6 @@ def _run(given: Mapping[str, Any]) -> int:
         print(f"Guessed from the order of the columns: {taken}: change column_mapping if that's wrong")
     print(f"{output} is written and valid. Train with: vembed train {output}")
     return ExitCode.OK
-
-
-def _meaning(name: str) -> str:
-    """Return the first sentence of what the reference says of a key."""
-    return str(key_schemas()[name]["description"]).partition(". ")[0].rstrip(".")
 
 
 def _chosen(data: str, model: str | None, test: list[str] | None) -> tuple[dict[str, Any], dict[str, str]]:

@@ -79,7 +79,12 @@ def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: 
         from vembed.training.early import refuse_wrong_run
 
         refuse_wrong_run(loaded.config, needs_data=False)
-        _say_valid(loaded)
+        where = str(loaded.path) if loaded.path is not None else "the overrides"
+        print(f"{redact(where)}: valid, {len(loaded.sources)} keys set, the others have their defaults")
+        lines = [*(f"{line}; its code ran" for line in plugin_lines(loaded.config.plugins)), *loaded.notes]
+        print(*lines, sep="\n", end="\n" if lines else "")
+        if loaded.config.data_path is None and loaded.config.data is None:
+            print("warning: data_path is not set; training needs it (data_path=builtin:stdlib-code is built in)")
         return ExitCode.OK
     mode: Mode = options.mode
     # Several seeds are several processes; this one only waits, and never loads torch.
@@ -100,8 +105,11 @@ def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: 
         # Counting devices needs torch, so it comes behind all that can be refused without.
         num_processes = 1 if mode == "plan" else _processes_to_start(loaded.config)
         if num_processes > 1:
+            from vembed.distributed.launch import launch
+
             held.close()  # the first of them holds it
-            return _launch(words, loaded.config, num_processes, called)
+            script, wait = Path(__file__).resolve(), loaded.config.nccl_timeout
+            return launch(script, words, num_processes=num_processes, called=called, stop_seconds=wait)
         with collector_paused():
             from vembed.distributed.runtime import shut_down
             from vembed.training.run import run_from_config
@@ -148,13 +156,6 @@ def _processes_to_start(config: Config) -> int:
     return processes_to_start(config.num_processes)
 
 
-def _launch(words: Sequence[str], config: Config, num_processes: int, called: str) -> int:
-    from vembed.distributed.launch import launch
-
-    script = Path(__file__).resolve()
-    return launch(script, words, num_processes=num_processes, called=called, stop_seconds=config.nccl_timeout)
-
-
 def _load(options: TrainOptions) -> LoadedConfig:
     overrides = list(options.config_override)
     if options.resume is not None:
@@ -162,47 +163,26 @@ def _load(options: TrainOptions) -> LoadedConfig:
     path = options.path
     if path is None and not overrides:
         raise ConfigError("name a configuration: vembed train CONFIG; vembed init DATA writes one")
-    # A file of DeepSpeed's is JSON too: its own keys would each be unknown, so it gets one answer for all.
     try:
         return load_config(path, overrides)
-    except ConfigError:
-        _refuse_deepspeed(path)
+    except ConfigError as error:
+        # A file of DeepSpeed's is JSON too: its own keys would each be unknown, so it gets one answer for all.
+        if path is not None and path.suffix.lower() == ".json":
+            try:
+                content = file_values(path)
+            except ConfigError:
+                raise error from None  # it says already why the file can't be read
+            if is_deepspeed(content):
+                raise ConfigError(deepspeed_refusal(content, where=str(path))) from error
         raise
 
 
-def _refuse_deepspeed(path: Path | None) -> None:
-    """Say what the keys are called here, where the file that can't be read is one of DeepSpeed's."""
-    if path is None or path.suffix.lower() != ".json":
-        return
-    try:
-        content = file_values(path)
-    except ConfigError:
-        return  # the configuration's own error says so
-    if is_deepspeed(content):
-        raise ConfigError(deepspeed_refusal(content, where=str(path)))
-
-
-def _say_valid(loaded: LoadedConfig) -> None:
-    where = str(loaded.path) if loaded.path is not None else "the overrides"
-    print(f"{redact(where)}: valid, {len(loaded.sources)} keys set, the others have their defaults")
-    lines = [*(f"{line}; its code ran" for line in plugin_lines(loaded.config.plugins)), *loaded.notes]
-    print(*lines, sep="\n", end="\n" if lines else "")
-    if loaded.config.data_path is None and loaded.config.data is None:
-        print("warning: data_path is not set; training needs it (data_path=builtin:stdlib-code is built in)")
-
-
-def _leave(code: int) -> None:
-    """End this process with a code.
-
-    One of several ends without taking the interpreter down: a thread of torch's process groups that outlives its object
-    there aborts the process, and a run that is whole would count as failed.
-    """
+if __name__ == "__main__":
+    code = main(program="accelerate launch vembed/entrypoints/train.py")
     sys.stdout.flush()
     sys.stderr.flush()
+    # One of several processes ends without taking the interpreter down: a thread of torch's process groups that
+    # outlives its object there aborts the process, and a run that is whole would count as failed.
     if process_env().world_size > 1:
         os._exit(code)
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    _leave(main(program="accelerate launch vembed/entrypoints/train.py"))

@@ -195,7 +195,19 @@ class MemoryGuard:
             if not is_out_of_memory(error):
                 raise
             if self._needs_equal_calls:
-                raise self._unrepairable(calls) from error
+                # A repair would leave the other ranks alone in a collective: only advice is left.
+                rows, tokens = _largest(calls)
+                lower = self.present.lowered(RepairNeeded(rows=rows, tokens=tokens, kept_graphs=False))
+                cure = "shorten the rows (max_seq_length, or smaller pictures) or set cpu_offload: true"
+                if lower is not None:
+                    cure = (
+                        f"set gradient_cache_chunk_size: {lower.rows} and gradient_cache_chunk_tokens: {lower.tokens}"
+                    )
+                    cure += " and retain: 0" if self.present.retain > 0 else ""
+                raise MachineError(
+                    f"out of memory in chunks of {rows} rows and {tokens} tokens. With this fsdp_mode the step can't "
+                    f"be done again by itself, as the other processes wait in encoder calls of this one: {cure}"
+                ) from error
             if not self._may_repair:
                 raise MachineError(
                     "out of memory, and the step may not be done again in smaller chunks: set oom_retry and "
@@ -280,19 +292,6 @@ class MemoryGuard:
                 self.present.tokens,
             )
         self.limits = self.limits.after_repair(self.present)
-
-    def _unrepairable(self, calls: Sequence[Call]) -> MachineError:
-        """Return the advice for a rank that can't leave the others alone in a collective."""
-        rows, tokens = _largest(calls)
-        lower = self.present.lowered(RepairNeeded(rows=rows, tokens=tokens, kept_graphs=False))
-        cure = "shorten the rows (max_seq_length, or smaller pictures) or set cpu_offload: true"
-        if lower is not None:
-            cure = f"set gradient_cache_chunk_size: {lower.rows} and gradient_cache_chunk_tokens: {lower.tokens}"
-            cure += " and retain: 0" if self.present.retain > 0 else ""
-        return MachineError(
-            f"out of memory in chunks of {rows} rows and {tokens} tokens. With this fsdp_mode the step can't be done "
-            f"again by itself, as the other processes wait in encoder calls of this one: {cure}"
-        )
 
 
 def _largest(calls: Sequence[Call]) -> tuple[int, int]:

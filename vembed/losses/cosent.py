@@ -85,10 +85,16 @@ class CosentLoss(CellLoss):
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
         """Return the loss over all pairs of pairs, by the whole matrix of similarities."""
-        listed = self.listed(structure)
-        if listed is not None:
-            return self._of_pairs(q_QE, d_DE, *listed, _logs(structure, q_QE))
         losses = []
+        if (listed := self.listed(structure)) is not None:
+            pairs_P2, grades_P = listed
+            q_PE, d_PE = (side[rows] for side, rows in zip((q_QE, d_DE), pairs_P2.unbind(dim=1), strict=True))
+            above_PP, weights_P = grades_P[:, None] > grades_P[None, :], _logs(structure, q_QE)[pairs_P2[:, 0]]
+            for weight, dim in zip(self.prefix_weights, self.prefix_dims, strict=True):
+                logits_P = self.scale * self.similarity(q_PE, d_PE, dim)
+                gaps_N = ((logits_P + weights_P)[None, :] - (logits_P - weights_P)[:, None])[above_PP]
+                losses.append(weight * torch.cat([logits_P.new_zeros(1), gaps_N]).logsumexp(dim=0))
+            return torch.stack(losses).sum()
         for weight, similarity_QD in weighted_similarities(q_QE, d_DE, self.prefixes):
             logits_QD = self.scale * similarity_QD
             zero, weighed_Q1 = logits_QD.new_zeros(1), _logs(structure, logits_QD)[:, None]
@@ -98,17 +104,6 @@ class CosentLoss(CellLoss):
             lower, higher = (logits_QD + weighed_Q1)[negative_QD], (weighed_Q1 - logits_QD)[positive_QD]
             gap = lower.logsumexp(dim=0) + higher.logsumexp(dim=0) if len(lower) and len(higher) else None
             losses.append(weight * (logits_QD.sum() * 0 if gap is None else torch.logaddexp(gap, zero[0])))
-        return torch.stack(losses).sum()
-
-    def _of_pairs(self, q_QE: Tensor, d_DE: Tensor, pairs_P2: Tensor, grades_P: Tensor, weights_Q: Tensor) -> Tensor:
-        """Return the loss of listed pairs, by the whole matrix of pairs of them."""
-        q_PE, d_PE = (side[rows] for side, rows in zip((q_QE, d_DE), pairs_P2.unbind(dim=1), strict=True))
-        above_PP, weights_P = grades_P[:, None] > grades_P[None, :], weights_Q[pairs_P2[:, 0]]
-        losses = []
-        for weight, dim in zip(self.prefix_weights, self.prefix_dims, strict=True):
-            logits_P = self.scale * self.similarity(q_PE, d_PE, dim)
-            gaps_N = ((logits_P + weights_P)[None, :] - (logits_P - weights_P)[:, None])[above_PP]
-            losses.append(weight * torch.cat([logits_P.new_zeros(1), gaps_N]).logsumexp(dim=0))
         return torch.stack(losses).sum()
 
     @property

@@ -139,12 +139,21 @@ class LossKeys(TileKeys, PrefixKeys, MaskKeys, LossChoice):
         Rule(
             "`mrl_dims` must not hold a number twice.",
             ("mrl_dims",),
-            lambda config: _repeated_prefix(config.mrl_dims or []),
+            lambda config: (
+                len(set(config.mrl_dims or [])) < len(config.mrl_dims or [])
+                and f"mrl_dims holds a number twice; write {sorted(set(config.mrl_dims), reverse=True)}"
+            ),
         ),
         Rule(
             "`mrl_weights` must be as many as `mrl_dims`.",
             ("mrl_weights", "mrl_dims"),
-            lambda config: config.mrl_weights and config.mrl_dims and _uneven_weights(config),
+            lambda config: (
+                config.mrl_weights
+                and config.mrl_dims
+                and len(config.mrl_weights) != len(config.mrl_dims)
+                and f"mrl_weights has {len(config.mrl_weights)} entries for the {len(config.mrl_dims)} of mrl_dims; "
+                "give one weight for each, or remove mrl_weights to weigh all alike"
+            ),
         ),
         Rule(
             "`added_losses` must hold losses other than `loss_type`, which take as many vectors of a row as it does.",
@@ -163,22 +172,6 @@ class LossKeys(TileKeys, PrefixKeys, MaskKeys, LossChoice):
             ("added_losses", "label_kind", "teacher_model_name"),
             lambda config: _added_loss_without_scores(config),
         ),
-    )
-
-
-def _repeated_prefix(dims: list[int]) -> str:
-    if len(set(dims)) == len(dims):
-        return ""
-    return f"mrl_dims holds a number twice; write {sorted(set(dims), reverse=True)}"
-
-
-def _uneven_weights(config: "Config") -> str:
-    weights, dims = config.mrl_weights or [], config.mrl_dims or []
-    if len(weights) == len(dims):
-        return ""
-    return (
-        f"mrl_weights has {len(weights)} entries for the {len(dims)} of mrl_dims; give one weight for each, or remove "
-        "mrl_weights to weigh all alike"
     )
 
 
@@ -404,11 +397,6 @@ class DistillationKeys(InfoNCEKeys):
 LARGEST_LOG_SCALE = math.log(MAX_LOGIT_SCALE)
 
 
-def _same_factor(temperature: float) -> str:
-    log_scale = min(max(-math.log(temperature), 0.0), LARGEST_LOG_SCALE)
-    return f"for the same factor set init_logit_scale to {log_scale:.4g}, the natural log of 1 / temperature"
-
-
 class SigmoidKeys(OurLoss, CellKeys):
     """Keys of the sigmoid loss."""
 
@@ -425,7 +413,10 @@ class SigmoidKeys(OurLoss, CellKeys):
   year      = {2023}
 }"""
     hints: ClassVar[Hints] = {
-        "temperature": _same_factor,
+        "temperature": lambda value: (
+            f"for the same factor set init_logit_scale to {min(max(-math.log(value), 0.0), LARGEST_LOG_SCALE):.4g}, "
+            "the natural log of 1 / temperature"
+        ),
         "learn_temperature": "sigmoid always learns its scale",
         "loss_bidirectional": "sigmoid judges each pair once",
     }

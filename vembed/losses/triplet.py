@@ -136,10 +136,9 @@ class TripletLoss(CellLoss):
         self, batch: StreamedBatch, statistics: Statistics | None = None, into: tuple[Tensor, Tensor] | None = None
     ) -> LossGradients:
         """Return loss and gradients: from the counts of all ranks, or from triplets of rows."""
-        return super().gradients(batch, statistics, into) if self.needs_statistics else self._of_triplets(batch, into)
-
-    def _of_triplets(self, batch: StreamedBatch, into: tuple[Tensor, Tensor] | None) -> LossGradients:
-        """Differentiate triplets (query, positive, negative), as many as pairs or as hard negatives."""
+        if self.needs_statistics:
+            return super().gradients(batch, statistics, into)
+        # Triplets (query, positive, negative) are as many as pairs, or as hard negatives: few enough to be listed.
         tiles = self.tiles(batch, scale=1.0)
         triplets_K = self._hardest(batch, tiles) if self.negatives == "hardest" else self._listed(batch, tiles)
         out, loss = empty_gradients(tiles, batch, into), tiles.zeros()

@@ -31,6 +31,7 @@ def test_splits_share_no_content_and_no_module() -> None:
     assert len(queries) == len(set(queries))
 
 
+@pytest.mark.slow
 def test_a_pair_is_a_docstring_and_its_masked_source() -> None:
     table = load_builtin("stdlib-code", "train").table
     (record,) = [one for one in table if one.query == "Raise GeneratorExit inside generator."]

@@ -342,6 +342,7 @@ def test_a_model_counts_tokens_and_finds_unlabelled_answers(bag: Path, tmp_path:
     assert check.profile.unit == "tokens"
 
 
+@pytest.mark.slow
 def test_nearly_equal_texts_are_found_as_by_comparing_all() -> None:
     draw = random.Random(3)
     texts = [sentence(draw) for _ in range(300)]

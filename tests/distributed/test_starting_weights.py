@@ -109,6 +109,7 @@ def shard_on(rank: int, folder: Path) -> tuple[list[tuple[str, Tensor | None]], 
     return list(full_tensors(encoder, ranks)), dict(encoder.named_buffers())
 
 
+@pytest.mark.slow
 def test_both_processes_know_a_model_without_its_pooler_by_one_key(
     folders: dict[str, Path], two_ranks: RankPool
 ) -> None:

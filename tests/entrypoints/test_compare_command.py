@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+pytestmark = pytest.mark.slow  # three runs
+
+
 @pytest.fixture(scope="module")
 def other(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A short run at another learning rate."""
     return run_keys(tmp_path_factory.mktemp("other"), site.keys(max_steps=4, learning_rate=1e-4, eval_steps=2))
 
 
-@pytest.mark.slow
 def test_two_runs_are_compared_on_their_test_set_with_its_texts(
     finished: Outcome, other: Outcome, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

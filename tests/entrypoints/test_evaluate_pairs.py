@@ -35,6 +35,7 @@ def pairs(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_models_are_measured_on_graded_pairs_and_compared(
     bag: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

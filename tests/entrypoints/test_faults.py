@@ -333,6 +333,7 @@ def test_the_report_of_a_bad_step_names_the_module_that_is_at_fault(
     assert "not finite in encoder.backbone.encoder.layer.1.output.dense" in stopped.err
 
 
+@pytest.mark.slow
 def test_a_float16_overflow_lowers_the_scale_and_is_no_bad_step(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

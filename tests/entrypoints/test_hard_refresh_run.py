@@ -51,6 +51,7 @@ def test_batches_are_chosen_anew_before_each_epoch_and_plan_and_report_say_so(wh
     assert "hard batches chosen before epoch 3" in json.dumps(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoded", [5, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_while_it_chooses_goes_on_as_if_nothing_had_been(
     encoded: int, whole: Outcome, site: Site, tmp_path: Path, monkeypatch: MonkeyPatch

@@ -64,6 +64,7 @@ def test_data_workers_make_the_same_batches(whole: Outcome, site: Site, tmp_path
     assert outcome.same_rows == whole.same_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [12, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 6, 10))])
 def test_a_run_that_is_killed_goes_on_with_what_was_mined(
     step: int, whole: Outcome, site: Site, tmp_path: Path

@@ -75,6 +75,7 @@ def test_the_comparison_of_trajectories_sees_another_batch_order(site: Site, tmp
     assert one.losses != pytest.approx(other.losses, abs=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_mixed_precision_trains_and_stays_near_full_precision(site: Site, tmp_path: Path, precision: str) -> None:
     keys = site.keys(model_name=str(site.bert_without_dropout), max_steps=12, eval_steps=6)

@@ -460,6 +460,7 @@ def test_resuming_with_other_logging_steps_is_allowed_and_said(stopped: Path, wh
                                  for row in metric_rows(whole_bert)]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dev", "test"))])
 def test_resuming_with_changed_data_is_refused(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str)\
         -> None:  # fmt: skip

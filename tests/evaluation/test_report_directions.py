@@ -89,6 +89,7 @@ def test_the_block_of_the_verdict_has_a_plain_line_on_the_other_direction() -> N
     assert "Reversed" not in page(sample()).text
 
 
+@pytest.mark.slow
 def test_every_system_has_a_mean_and_an_interval_in_each_direction() -> None:
     given = report()
     reverse = given.reverse

@@ -79,6 +79,7 @@ def test_a_large_set_is_sampled_with_what_is_relevant_to_its_queries() -> None:
     assert build_geometry(encoded(task_of(1, 1), np.ones((1, 4)), np.ones((1, 4)))) is None
 
 
+@pytest.mark.slow
 def test_the_page_names_each_point_on_hover_and_shows_both_texts_of_a_pair() -> None:
     report = sample()
     ids, queries = list(report.task.documents), list(report.task.queries)

@@ -269,6 +269,7 @@ def test_text_is_legible_in_light_and_in_dark() -> None:
     assert "@media print" in STYLE
 
 
+@pytest.mark.slow
 def test_the_page_stays_small_with_many_queries_steps_and_long_texts() -> None:
     rng = random.Random(0)
     ids = [f"q{number}" for number in range(2_400)]

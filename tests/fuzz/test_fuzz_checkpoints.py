@@ -189,6 +189,7 @@ def test_bent_json_is_refused_or_skipped_although_its_checksums_are_right(
     check(saved, folder, caplog, is_exact=not sealed)
 
 
+@pytest.mark.slow
 @fuzzed(1.0)
 @given(data=st.data())
 def test_wrong_bytes_are_refused_or_skipped(

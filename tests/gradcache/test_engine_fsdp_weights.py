@@ -121,6 +121,7 @@ def train_on(rank: int, settings: list[Sharded], loss_scaling: bool) -> list[Any
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_scaling", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_norm_clipping_and_update_are_those_of_the_replicated_encoder(two_ranks: RankPool, loss_scaling: bool) -> None:
     settings = [Sharded(mode, factor=factor) for mode, factor in [(None, None), ("fast", None), ("sharded", 1)]]

@@ -246,6 +246,7 @@ def test_what_has_no_layers_is_refused() -> None:
         compile_layers(encoder, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_layer_that_cant_be_compiled_ends_the_run_or_computes_as_without(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, strict: bool

@@ -116,6 +116,7 @@ def test_sixteen_bits_are_scaled_on_every_background_and_augmentation_sees_rgb()
     assert decode_image(changed, ImageLimits(), "none").mode == "RGB"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [pytest.param("black", marks=pytest.mark.slow), "none"])
 def test_a_trained_model_keeps_its_background_through_saving_reloading_and_export(
     folder: Path, tmp_path: Path, background: str

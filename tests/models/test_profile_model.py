@@ -321,6 +321,7 @@ def test_nothing_fake_is_left_in_the_caches_of_a_network(tmp_path: Path) -> None
     assert torch.equal(torch.as_tensor(vectors(encoder, PICTURES)), torch.as_tensor(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["text", pytest.param("image", marks=pytest.mark.slow)])
 def test_a_changed_tower_of_a_pair_is_measured_again(tmp_path: Path, changed: str) -> None:
     vit = {"model_type": "vit", **_STACK, "image_size": 32, "patch_size": 16}

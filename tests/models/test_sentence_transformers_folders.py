@@ -264,7 +264,9 @@ def test_a_setting_of_the_transformer_that_changes_vectors_is_refused(
 def test_an_unknown_pooling_or_default_prompt_is_refused(transformers_folder: Path, tmp_path: Path) -> None:
     written(tmp_path / "model", pooled(transformers_folder))
     edit_json(tmp_path / "model" / "config_sentence_transformers.json", default_prompt_name="nobody")
-    refused(tmp_path / "model", "default_prompt_name 'nobody' in config_sentence_transformers.json is none of its prompts: ")
+    refused(
+        tmp_path / "model", "default_prompt_name 'nobody' in config_sentence_transformers.json is none of its prompts: "
+    )
     edit_json(tmp_path / "model" / "config_sentence_transformers.json", default_prompt_name=None)
     load(tmp_path / "model")
     edit_json(tmp_path / "model" / "1_Pooling" / "config.json", pooling_mode="median")

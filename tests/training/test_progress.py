@@ -136,6 +136,7 @@ def test_a_time_is_measured_only_in_a_run_that_was_planned_alike(tmp_path: Path)
         assert measured_step_seconds(output, plan) == expected
 
 
+@pytest.mark.slow
 def test_only_a_step_that_takes_long_speaks_and_ever_more_rarely(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.encode import ItemEncoder
     from vembed.training.finish import RunResult
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("undrawn")]
 
 
 def run(folder: Path, data: Path, **keys: object) -> RunResult:
@@ -62,7 +62,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]
         logger.setLevel(level)
 
 
-@pytest.mark.slow
 def test_a_run_on_captioned_pictures_measures_both_directions(finished: tuple[Path, RunResult]) -> None:
     output, result = finished
     names = {path.name for path in (output / "evaluation").iterdir()} - {"last", "last-reversed"}
@@ -111,7 +110,6 @@ def test_the_masked_pairs_of_every_step_are_logged_and_added_up(finished: tuple[
     assert facts["false negatives masked"] == f"{total} (query, document) pairs in 3 steps"
 
 
-@pytest.mark.slow
 def test_a_filter_that_leaves_out_every_negative_is_told(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data", "t2t", count=6)
     keys = {"model_name": "builtin:ngram-bag", "eval_strategy": "no", "bm25": False, "max_steps": 3}
@@ -123,7 +121,6 @@ def test_a_filter_that_leaves_out_every_negative_is_told(tmp_path: Path) -> None
     assert told.endswith(" in 3 steps; those that false_negative_filter leaves out aren't counted")
 
 
-@pytest.mark.slow
 def test_texts_are_measured_in_one_direction_unless_both_are_asked_for(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data", "t2t", count=6)
     keys = {"model_name": "builtin:ngram-bag", "eval_strategy": "no", "bm25": False, "max_steps": 1}
@@ -136,7 +133,6 @@ def test_texts_are_measured_in_one_direction_unless_both_are_asked_for(tmp_path:
     assert one.reverse is None
 
 
-@pytest.mark.slow
 def test_masked_pairs_arent_counted_where_nothing_is_masked(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data", "t2t", count=6)
     keys = {"model_name": "builtin:ngram-bag", "eval_strategy": "no", "bm25": False, "max_steps": 1}
@@ -146,7 +142,6 @@ def test_masked_pairs_arent_counted_where_nothing_is_masked(tmp_path: Path) -> N
     assert facts["false negatives masked"] == "none: mask_false_negatives is false"
 
 
-@pytest.mark.slow
 def test_the_model_of_the_last_step_is_measured_where_another_one_is_kept(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data", "t2i", count=6)
     # A rate that changes nothing: all evaluations tie, and a tie keeps the earlier step.

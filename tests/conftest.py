@@ -23,8 +23,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what is te
 
 
 SAMPLED_ROOMS = (
-    "checkpoint", "data", "distributed", "encoders", "entrypoints", "evaluation", "gradcache", "losses", "models",
-    "training", "vectors",
+    "checkpoint", "data", "data_check", "distributed", "encoders", "entrypoints", "evaluation", "gradcache", "losses",
+    "mining", "models", "training", "vectors",
 )  # fmt: skip
 SAMPLED_CASES = defaultdict(lambda: 1, encoders=3)  # of a promise that 14 entries of the registry keep, three entries
 

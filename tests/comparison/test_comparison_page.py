@@ -58,6 +58,7 @@ def test_hostile_names_and_texts_are_only_shown(tmp_path: Path) -> None:
     assert "<script" not in notebook
 
 
+@pytest.mark.slow
 def test_the_curves_of_a_run_have_its_mark_in_every_form(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "runs" / f"run{n}", values_of(n)) for n in range(5)]
     for count, shapes in ((2, 3), (5, 0)):  # more curves than four are no rows of characters that can be told apart

@@ -43,6 +43,7 @@ def test_a_pair_is_a_docstring_and_its_masked_source() -> None:
     assert record.negatives == ()
 
 
+@pytest.mark.slow
 def test_locations_are_the_functions_that_they_name() -> None:
     root = Path(sysconfig.get_path("stdlib"))
     for record in load_builtin("stdlib-code", "test").table.take(list(range(0, 200, 20))):

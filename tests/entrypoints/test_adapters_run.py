@@ -38,6 +38,7 @@ def lora(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcome
 
 
+@pytest.mark.slow
 def test_a_run_keeps_adapters_in_its_checkpoints_and_leaves_a_merged_model(site: Site, lora: Outcome) -> None:
     assert lora.losses[-1] < lora.losses[0]
     assert all(row["num_chunks"] > 1 for row in lora.rows)

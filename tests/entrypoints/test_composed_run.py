@@ -160,6 +160,7 @@ def test_a_text_tower_from_scratch_resumes_with_its_tokenizer(keys: dict[str, An
     assert_same_run(done.folder, again.folder)
 
 
+@pytest.mark.slow
 def test_the_tower_that_no_data_reach_is_told(keys: dict[str, Any], tmp_path: Path) -> None:
     rows = [json.loads(line) for line in Path(keys["data_path"]).read_text("utf-8").splitlines()]
     names = [row["positive_image"] for row in rows]

@@ -65,6 +65,7 @@ def test_metrics_equal_pytrec_eval_on_the_run_file(model: Path, data: Path, tmp_
     assert metrics["recall@10"] == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_several_models_and_bm25_each_have_a_folder(model: Path, data: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "bag"
     NgramBag(NgramBagConfig(dimension=16, buckets=512)).save(other)

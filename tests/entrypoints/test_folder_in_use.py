@@ -129,6 +129,7 @@ def test_python_callers_are_refused_too(held: Path, bag: Path, corpus: Path, sit
         vembed.build_index(bag, corpus, held)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_refused_has_imported_no_torch(held: Path, site: Site, tmp_path: Path) -> None:
     config = write_config(tmp_path, site.keys())
     code = "import sys; from vembed.entrypoints.train import main; code = main([sys.argv[1]]); "

@@ -84,6 +84,7 @@ def test_a_tracker_is_told_the_plan_first_and_results_examples_files_and_model_l
     assert end[-2][1] == outcome.folder / "model"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fails_at",
     ["log_table", *(pytest.param(name, marks=pytest.mark.slow) for name in ("start", "log_text", "log", "close"))],

@@ -117,6 +117,7 @@ def test_the_reverse_is_the_set_of_pictures_that_search_their_captions(captions:
     assert values["rows.jsonl"] == values["turned.jsonl reversed"]
 
 
+@pytest.mark.slow
 def test_sets_of_texts_are_searched_in_one_direction_and_alone_the_option_is_refused(
     captions: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,6 +149,7 @@ def test_the_frontier_holds_what_nothing_beats_in_both() -> None:
     assert frontier([(1.0, 0.0)]) == [(1.0, 0.0)]
 
 
+@pytest.mark.slow
 def test_the_files_agree_and_the_same_board_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_page(tmp_path / name, board_page(board()), name="leaderboard")

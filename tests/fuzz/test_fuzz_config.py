@@ -186,6 +186,7 @@ def assert_is(value: object, given: object) -> None:
         assert type(value) in (str, int, float, bool, type(None), dict)
 
 
+@pytest.mark.slow
 @fuzzed(0.6)
 @given(mutated() | written() | st.binary(max_size=40), st.sampled_from([".yaml", ".yaml", ".json", ".YML"]))
 @example(b"model_name: m\nquery_prompt: " + b" a\n" * 80_000, ".yaml")

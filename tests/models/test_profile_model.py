@@ -109,6 +109,7 @@ def test_a_call_takes_what_was_measured_without_the_model(folder: Path, content:
         assert size.peak(rows, inputs.width, checkpointed=False) == pytest.approx(peak, rel=0.02)
 
 
+@pytest.mark.slow
 def test_parameters_are_counted_tower_by_tower(folder: Path) -> None:
     options = shape(folder, CLIP)
     real = load_skeleton(options, device="cpu")

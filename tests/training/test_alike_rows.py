@@ -106,6 +106,7 @@ def test_a_source_may_be_alike_where_batches_mix_it_with_others(tmp_path: Path) 
         run(tmp_path, data=data, source_batches="single", **TRUTH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("margin", "is_told"), [(1e-6, True), (1.0, False)])
 def test_a_loss_of_0_is_told_at_step_10_and_at_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, margin: float, is_told: bool

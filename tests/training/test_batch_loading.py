@@ -306,6 +306,7 @@ def test_signals_for_all_do_not_end_a_worker(rows: Path) -> None:
             loader.batch(step)
 
 
+@pytest.mark.slow
 def test_leaving_ends_the_workers_whatever_was_raised(rows: Path) -> None:
     source = source_of(rows)
     for error in (KeyboardInterrupt, MachineError, None):

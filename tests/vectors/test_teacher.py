@@ -152,6 +152,7 @@ def test_it_is_asked_once_and_another_teacher_anew(folder: Path, monkeypatch: py
     assert not np.allclose(first.teacher_D, other.teacher_D)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bag", "judge"])
 def test_its_identity_tells_another_teacher_apart_and_reads_the_weights_once(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -215,3 +215,9 @@ def test_deep_json_is_refused_before_it_is_asked_whether_it_is_of_deepspeed(
     path.write_text("[" * 200_000)
     assert main([str(path), "--validate"]) == 2
     assert "nested more than 8 deep" in capsys.readouterr().err
+
+
+def test_a_name_longer_than_a_path_can_be_is_refused() -> None:
+    assert load_values({"model_name": "m" * 4096}, {}).config.model_name == "m" * 4096
+    with pytest.raises(ConfigError, match="model_name: must have at most 4,096 characters"):
+        load_values({"model_name": "m" * 4097}, {})

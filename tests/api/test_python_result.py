@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import html
 import json
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -81,6 +83,16 @@ def test_the_plot_draws_every_curve_and_needs_matplotlib(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(vembed.MachineError, match="needs matplotlib; install it with"):
+        result.plot()
+
+
+def test_a_run_without_a_step_has_nothing_to_draw(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    unread: Any = None
+    values = {field.name: unread for field in dataclasses.fields(vembed.RunResult)}
+    judged: Any = SimpleNamespace(comparison=SimpleNamespace(metric="ndcg@10"), sentence="")
+    result = vembed.RunResult(**values | {"output": tmp_path, "verdict": judged})
+    with pytest.raises(vembed.DataError, match=r"has nothing to draw: its metrics\.jsonl has no steps"):
         result.plot()
 
 

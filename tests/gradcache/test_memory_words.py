@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,13 @@ from engine_cases import make_case
 from test_engine import CPU, make_loss
 
 from vembed.config.schema import Config
+from vembed.distributed.ranks import Ranks
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import MachineError
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.memory import free_cache, is_out_of_memory, out_of_memory_advice
+from vembed.gradcache.memory import MemoryGuard, free_cache, is_out_of_memory, out_of_memory_advice
+from vembed.gradcache.stopwatch import Stopwatch
 from vembed.training import run as assembly
 
 NCCL = (
@@ -86,6 +89,29 @@ def test_a_step_is_not_done_again_after_what_no_smaller_chunk_cures(error: Runti
     with pytest.raises(type(error)):
         engine.step(case.pools, case.structure)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "retain", "cure"),
+    [
+        (8, 0.5, "set gradient_cache_chunk_size: 4 and gradient_cache_chunk_tokens: 40 and retain: 0"),
+        (8, 0.0, "set gradient_cache_chunk_size: 4 and gradient_cache_chunk_tokens: 40"),
+        (1, 0.0, "shorten the rows (max_seq_length, or smaller pictures) or set cpu_offload: true"),
+    ],
+)
+def test_memory_that_runs_out_while_other_ranks_wait_ends_the_run_with_keys_that_fit(
+    rows: int, retain: float, cure: str
+) -> None:
+    guard = MemoryGuard(
+        ChunkBudget(64, 4096), retain, ranks=Ranks(), device=CPU, stopwatch=Stopwatch(CPU), may_repair=True,
+        needs_equal_calls=True,
+    )  # fmt: skip
+    call: Any = SimpleNamespace(chunk=SimpleNamespace(rows=range(rows), padded_tokens=rows * 10))
+    message = (
+        f"out of memory in chunks of {rows} rows and {rows * 10} tokens. With this fsdp_mode .*: {re.escape(cure)}$"
+    )
+    with pytest.raises(MachineError, match=message), guard.guard("encode", [call]):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def test_a_device_that_is_broken_says_so_before_the_step_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vembed.data.image_root import PictureFault
+from vembed.data.images import PictureFault
 from vembed.errors import DataError
 from vembed.files import is_file, is_folder
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Image
-    from vembed.data.image_root import ImageRoot
+    from vembed.data.images import ImageRoot
     from vembed.data.problems import ProblemLog
 
 

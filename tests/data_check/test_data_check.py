@@ -18,7 +18,7 @@ from vembed.data.near import alike_between, alike_within, jaccard, normalised, s
 from vembed.data.splits import SourceOptions
 from vembed.entrypoints.data import main
 from vembed.workflows.data_check.check import DataCheck, check_data
-from vembed.workflows.data_check.scripts import SCRIPTS, num_words, script_of
+from vembed.workflows.data_check.source import SCRIPTS, num_words, script_of
 
 WORDS = [f"{head}{tail}" for head in ("ka", "lo", "mi", "su", "te") for tail in ("ran", "bel", "dip", "gos", "nuk")]
 

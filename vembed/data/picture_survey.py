@@ -40,6 +40,7 @@ class ItemCounts:
 
     def add(self, side: Side, items: Iterable[Item]) -> None:
         """Count items of one side."""
+        # One by one, for sets in memory; of records `RecordCounts` counts modalities without reading an item.
         for item in items:
             self.counts[MODALITY_WORDS[modality_of(item)][1]][side] += 1
 
@@ -133,6 +134,7 @@ class PictureSurvey:
 
     def add(self, items: Iterable[Item]) -> None:
         """Look at items; texts are passed over."""
+        # Headers were read when the rows were checked, but a table keeps no sizes: they are read again.
         for image in pictures_in(items):
             if (identity := content_id(image)) not in self._sizes:
                 header = check_image(image, self._limits)

@@ -89,6 +89,7 @@ class RunData:
 
     def with_corpus(self, corpus: ItemTable) -> RunData:
         """Return the data with further documents that negatives are mined from."""
+        # A run over another corpus mines other negatives, so it must not resume over this one.
         both = hashlib.sha256(self.fingerprint.encode() + corpus.ids.astype("<i8").tobytes()).hexdigest()
         return replace(self, corpus=corpus, fingerprint=both)
 
@@ -101,10 +102,23 @@ class RunData:
     def set_facts(self) -> dict[str, str]:
         """Return the sizes of the dev, test and guard sets and what they share with the training rows, by label."""
         lines: dict[str, list[str]] = {}
-        for name, task in self.sets.items():
-            overlap = f"; {self.overlaps[name].line}" if name in self.overlaps else ""
-            lines.setdefault(f"{name.partition('-')[0]} set", []).append(_task_fact(task) + overlap)
+        for label, line in self._set_lines():
+            lines.setdefault(label, []).append(line)
         return {label: redact(" | ".join(of_role)) for label, of_role in lines.items()}
+
+    def _set_lines(self) -> list[tuple[str, str]]:
+        """Return ("test set", size and overlap) of every set; several of a role have one label."""
+        lines = []
+        for name, task in self.sets.items():
+            items = ItemCounts.of(task)
+            line = f"{task.name}: {len(task.queries)} queries, {len(task.documents)} documents"
+            if task.grades:
+                num_pairs = sum(map(len, task.grades.values()))
+                line += f", {num_pairs} pairs with a {'grade' if task.kind == 'grade' else 'truth'}"
+            line += f"; {items.direction}" if items.has_pictures else ""
+            line += f"; {self.overlaps[name].line}" if name in self.overlaps else ""
+            lines.append((f"{name.partition('-')[0]} set", line))
+        return lines
 
     def leaks(self) -> list[str]:
         """Return a sentence for each set with queries that training rows hold with an answer."""
@@ -143,10 +157,7 @@ class RunData:
                 ("training direction", counts.items.direction),
                 ("distinct pictures in them", counts.pictures.text),
             ]
-        facts += self.read.items()
-        for name, task in self.sets.items():
-            overlap = f"; {self.overlaps[name].line}" if name in self.overlaps else ""
-            facts.append((f"{name.partition('-')[0]} set", _task_fact(task) + overlap))
+        facts += [*self.read.items(), *self._set_lines()]
         return [*facts, *self.more_facts, *(("note", note) for note in self.notes)]
 
 
@@ -165,6 +176,7 @@ class RecordCounts:
     @classmethod
     def of(cls, records: RecordTable, image_limits: ImageLimits) -> RecordCounts:
         """Count queries, documents and repeats; of pictures the headers are read."""
+        # All but the survey of pictures works on ids and modalities: no text of a million rows becomes a Python object.
         queries = records.column("query").to_numpy()
         (_, positives), (_, negatives) = map(records.lists, ("positives", "negatives"))
         documents = np.concatenate([positives, negatives])
@@ -172,8 +184,8 @@ class RecordCounts:
         sides: dict[Side, NDArray[np.int64]] = {"query": queries, "document": documents}
         items = ItemCounts(
             {
-                words: {side: int((modalities[numbers] == place).sum()) for side, numbers in sides.items()}
-                for place, (_, words) in enumerate(MODALITY_WORDS.values())
+                words: {side: int((modalities[numbers] == code).sum()) for side, numbers in sides.items()}
+                for code, (_, words) in enumerate(MODALITY_WORDS.values())
             }
         )
         survey = PictureSurvey(image_limits)
@@ -193,15 +205,6 @@ class RecordCounts:
 def _num_repeated(ids_N: NDArray[np.int64]) -> int:
     """Return how many ids stand for a second time or more; sorting is several times as fast as `np.unique`."""
     return int((np.diff(np.sort(ids_N)) == 0).sum())
-
-
-def _task_fact(task: RetrievalData) -> str:
-    """Return the size of a set in words; where there are pictures, also the direction of search."""
-    items = ItemCounts.of(task)
-    sizes = f"{task.name}: {len(task.queries)} queries, {len(task.documents)} documents"
-    if task.grades:
-        sizes += f", {sum(map(len, task.grades.values()))} pairs with a {'grade' if task.kind == 'grade' else 'truth'}"
-    return f"{sizes}; {items.direction}" if items.has_pictures else sizes
 
 
 def refuse_missing_data(keys: DataKeys) -> None:
@@ -232,6 +235,7 @@ def _training_sources(keys: DataKeys, loss: LossNeeds | None) -> list[tuple[str,
         raise DataError(f"data_path is not set; --config_override data_path={SUGGESTED_SET} trains on a built-in set")
     if keys.data_path is not None:
         return [(keys.data_path, SourceOptions("train", keys.data_split, keys, loss))]
+    # An entry of `data` reads its columns and needs those of its loss; it is read by the run's other keys.
     sources = []
     for number, source in enumerate(keys.data or ()):
         mapping = keys.column_mapping if source.column_mapping is None else source.column_mapping
@@ -293,6 +297,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
             records = records.subset(np.delete(np.arange(len(records)), leaking))
 
     if dev is None and needs_dev:
+        # Of what is left: rows that leak into a named test set are out, so none of them is held out.
         split = hold_out(records, fraction=None if keys.val_fraction == "auto" else keys.val_fraction)
         notes += split.notes
         halves = divide(records, split) if divides and test is None else None
@@ -310,6 +315,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
         records = records.subset(split.train_rows)
     notes += () if dev is None or dev.grades else resolution_notes(len(dev.queries))
 
+    # Counted after rows were left out and held out: the numbers are those of what is trained on.
     counts = RecordCounts.of(records, sources[0][1].image_limits)
     counts.items.require(keys.retrieval_mode, " and ".join(paths))
     tasks = {name: task for name, task in (named | {"dev": dev, "test": test}).items() if task is not None}
@@ -327,6 +333,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
     whole, hashes = hashlib.sha256(records.fingerprint.encode()), {"training": records.fingerprint}
     for name, task in tasks.items():
         hashes[name] = content_hash(task, whole)
+    # Equal by content, not by path: a copy of the dev set gives no verdict of its own either.
     if divides and hashes.get("test") in (None, hashes["dev"]):
         which = "the test set is the dev set" if test else "no test set"
         more = f" (half of {2 * ENOUGH_QUERIES} or more held-out queries would be one)" if "dev" in untrained else ""
@@ -378,7 +385,7 @@ def _refuse_alike(loaded: LoadedRecords, path: str, loss: LossNeeds | None) -> N
         DataError: Names the file, the column and what to do.
     """
     table, takes = loaded.table, ("positives",) if loss is None else loss.takes
-    if len(table) < 2:
+    if len(table) < 2:  # one row is refused later, in better words
         return
     classes_N, classes = table.classes
     _, scores_M = table.listed

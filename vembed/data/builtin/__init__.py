@@ -56,6 +56,7 @@ def register_dataset(
         ConfigError: The name is taken.
     """
 
+    # `@register_dataset` gets the function at once, `@register_dataset(retrieval=...)` afterwards.
     def register(rows: MakeRows) -> MakeRows:
         DATASETS.register(rows.__name__.replace("_", "-"), BuiltinSet(rows, retrieval), module=rows.__module__)
         return rows
@@ -86,6 +87,7 @@ def load_builtin_retrieval(name: str, split: str) -> RetrievalData | None:
 
 def holds_pictures(path: str) -> bool:
     """Return whether `builtin:NAME` is one of our sets with pictures."""
+    # Asked before any row is made, to say early that a model of texts can't read the set.
     name = path.partition(":")[2]
     return name in DATASETS and bool(DATASETS.load(name).holds_pictures)
 
@@ -95,7 +97,7 @@ def _find(name: str, split: str) -> tuple[BuiltinSet, Role]:
         names = DATASETS.names()
         msg = f"no built-in data set {name!r}{closest(name, names)}; there are: {', '.join(names)}"
         raise DataError(msg)
-    role = role_of(split)
+    role = role_of(split)  # by any of its names: dev, val and validation are one
     if role is None:
         msg = f"builtin:{name} has no split {split!r}; it has: train, dev, test"
         raise DataError(msg)

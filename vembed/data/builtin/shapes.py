@@ -154,6 +154,7 @@ def load_retrieval(role: Role) -> RetrievalData:
         documents[name] = picture
         for description in scene.described_by():
             shown[description].append(name)
+    # Ids are hashes of content, so a caption that two scenes share is one query.
     captions = [caption for scene in scenes_of(role) for caption in captions_of(scene, NUM_CAPTIONS[role])]
     queries = {content_name(caption.text): caption.text for caption in captions}
     qrels = {content_name(caption.text): dict.fromkeys(shown[caption.says], 1) for caption in captions}
@@ -194,6 +195,7 @@ def captions_of(scene: Scene, count: int) -> list[Caption]:
     Args:
         count: Number of captions, at most 8.
     """
+    # Choices are drawn until enough of them differ in words; a scene has 12 captions or more.
     captions: dict[str, Caption] = {}
     for number in itertools.count():
         caption = _caption(scene, _hash(scene, f"caption {number}"))
@@ -209,6 +211,7 @@ def swapped_scene(scene: Scene) -> Scene:
         right, down = PLACES[scene.place]
         opposite = next(place for place, steps in PLACES.items() if steps == (-right, -down))
         return replace(scene, place=opposite)
+    # The same words in another order: a model that reads captions as bags of words can't tell the two apart.
     first, second = scene.things
     if first.colour != second.colour and _hash(scene, "swap") % 2:
         return replace(scene, things=(replace(first, colour=second.colour), replace(second, colour=first.colour)))

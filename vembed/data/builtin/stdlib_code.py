@@ -98,6 +98,7 @@ def read_library(folder: str) -> Library:
     seen_documents: set[int] = set()
     num_unparsed = num_duplicates = 0
     for name in sorted(files):  # the order decides which of two equal pairs stays
+        # Templates and code of another Python may not parse; a note counts such files.
         try:
             pairs_of_file = pairs_of(files[name].read_text(encoding="utf-8"), name)
         except (SyntaxError, ValueError):
@@ -145,6 +146,7 @@ def _pair_of(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], fil
     # The lines after the docstring, comments included; a statement on the docstring's own line isn't worth the trouble.
     if docstring.end_lineno is None or first.lineno <= docstring.end_lineno:
         return None
+    # Cut out of the source by lines, since `ast.unparse` would drop comments and the author's layout.
     signature = "".join(lines[node.lineno - 1 : docstring.lineno - 1])
     body = "".join(lines[docstring.end_lineno : node.end_lineno]).strip("\n")
     if not signature or sum(bool(line.strip()) for line in body.splitlines()) < MIN_BODY_LINES:

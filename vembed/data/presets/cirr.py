@@ -111,6 +111,7 @@ def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
     """
     of_subset = split.endswith(SUBSET)
     file, pictures = _parts(source, split.removesuffix(SUBSET))
+    # All pictures of the split are searched, those that no query names included: so does the literature.
     documents: dict[str, Item] = dict(pictures.all())
     pairs = _pairs(source, file, pictures, needs_members=of_subset)
     ranked = "Only the other members of each query's set of similar pictures are ranked for it."
@@ -129,6 +130,7 @@ def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
 def _parts(source: PresetSource, split: str) -> tuple[Path, _Pictures]:
     """Return the captions of a split and its pictures."""
     names = (f"captions/cap.rc2.{split}.json", f"image_splits/split.rc2.{split}.json")
+    # The paths begin with the folder of the split, as "./dev/...": what stands before it is the start of all paths.
     inner = PICTURE_FOLDERS[split]
     places = [(name, f"cirr/{name}") for name in names]
     (captions, paths), folder = source.find_parts(places, (f"img_raw/{inner}", inner))
@@ -137,7 +139,7 @@ def _parts(source: PresetSource, split: str) -> tuple[Path, _Pictures]:
 
 def _pairs(source: PresetSource, path: Path, pictures: _Pictures, *, needs_members: bool = False) -> list[_Pair]:
     """Return the usable queries of a split."""
-    pairs: dict[str, _Pair] = {}
+    pairs: dict[str, _Pair] = {}  # by id: a judged query needs one that is its own
     for line, row in iter_rows(path, lambda names: names):
         if isinstance(row, str):
             source.log.add(f"{path.name}:{line}", row)
@@ -167,6 +169,7 @@ def _pairs(source: PresetSource, path: Path, pictures: _Pictures, *, needs_membe
 
 def _fault(row: dict[str, Any], pictures: _Pictures, *, needs_members: bool) -> tuple[str, str] | None:
     """Return the column of a query that can't be used, and the reason; None when all can."""
+    # Names alone; the pictures are looked at once the row is sound, as reading a header costs a file.
     for column in ("reference", "target_hard"):
         name = row.get(column)
         if not isinstance(name, str):

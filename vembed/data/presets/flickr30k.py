@@ -84,6 +84,7 @@ def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
 
 def _photos(source: PresetSource, split: str) -> list[_Photo]:
     """Return the usable photographs of a split, in the order of the file."""
+    # Either form gives (file, line, name, captions); where both lie in the folder, Karpathy's comes first.
     (captions_file,), folder = source.find_parts([(JSON_FILE, TOKEN_FILE)], PICTURE_FOLDERS)
     listed = (_of_json if captions_file.name == JSON_FILE else _of_lists)(source, captions_file, split)
     photos: dict[str, _Photo] = {}

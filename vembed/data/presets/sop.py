@@ -86,6 +86,7 @@ def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
     products: defaultdict[int, list[_Picture]] = defaultdict(list)
     for picture in pictures:
         products[picture.product].append(picture)
+    # Quadratic in the pictures of a product, which are 5 on average.
     qrels = {
         picture.id: {other.id: 1 for other in products[picture.product] if other.id != picture.id}
         for picture in pictures
@@ -103,6 +104,7 @@ def _pictures(source: PresetSource, split: str) -> tuple[list[_Picture], str]:
         if isinstance(row, str):
             source.log.add(where, row)
             continue
+        # Split at spaces, the last cell whole: a path may hold some.
         cells = row["text"].split(maxsplit=len(HEADER) - 1)
         if not cells or (line == 1 and tuple(cells) == HEADER):
             continue

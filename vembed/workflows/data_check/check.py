@@ -159,6 +159,8 @@ def contradictory_negatives(source: Source) -> Iterator[Finding]:
     if len(source.table.listed[1]):
         return
     positives, negatives, ids_I = source.positive_pairs, source.pairs("negatives"), source.table.items.ids
+    # Pairs are compared as hashes of 64 bits, so that no text is read but those of examples; two of a billion different
+    # pairs share one with a chance of 3%.
     right, wrong = positives.keys(ids_I), negatives.keys(ids_I)
     both = np.flatnonzero(np.isin(wrong, right))
     if not len(both):
@@ -245,6 +247,7 @@ def constant_grades(source: Source) -> Iterator[Finding]:
 
 def contradictory_classes(source: Source) -> Iterator[Finding]:
     """Find queries of two classes."""
+    # Only a query's first class is compared with the later ones: a query of three classes counts twice.
     classes_N, names = source.table.classes
     labelled = np.flatnonzero(classes_N >= 0)
     queries = source.table.numbers("query")[1]
@@ -275,7 +278,7 @@ def contradictory_classes(source: Source) -> Iterator[Finding]:
 def classes_of_one_row(source: Source) -> Iterator[Finding]:
     """Find classes that a single row has."""
     classes_N, names = source.table.classes
-    counts = np.bincount(classes_N[classes_N >= 0], minlength=len(names))
+    counts = np.bincount(classes_N[classes_N >= 0], minlength=len(names))  # -1 is a row without a class
     alone = np.flatnonzero(counts == 1)
     yield Finding(
         "classes_of_one_row",
@@ -410,6 +413,7 @@ def query_is_positive(source: Source) -> Iterator[Finding]:
 def several_partners(source: Source) -> Iterator[Finding]:
     """Find queries with several answers, and documents that answer several queries."""
     ids_I, pairs = source.table.items.ids, source.positive_pairs
+    # Each pair once: a pair that comes again is no second answer.
     _, first = np.unique(pairs.keys(ids_I), return_index=True)
     queries, documents = pairs.queries_P[first], pairs.documents_P[first]
     for kind, one, many, advice, heads, items, partners in (
@@ -435,7 +439,7 @@ def several_partners(source: Source) -> Iterator[Finding]:
         contents, counts = np.unique(ids_I[items], return_counts=True)
         several = np.flatnonzero(counts > 1)
         most = several[np.argsort(-counts[several], kind="stable")][:MOST_EXAMPLES]
-        examples = []
+        examples = []  # a pass over all pairs for each example, which are ten at most
         for content in most.tolist():
             held = np.flatnonzero(ids_I[items] == contents[content])[:2]
             name, (left, right) = source.shown(items[held[:1]])[0], source.shown(partners[held])
@@ -468,6 +472,7 @@ def _of_texts(
 ) -> Finding:
     shown = numbers[spread(len(numbers))]
     words = [f"{count:,}" for count in source.facts.words_I[shown].tolist()]
+    # `places` looks through all columns: a text may be a query in one row and a negative in another.
     examples = list(zip(source.places(shown), words, source.shown(shown), strict=True))
     one, many = f"text {phrase}", f"texts {phrase}"
     return Finding(kind, severity, len(numbers), one, many, advice, ("Row", "Words", "Text"), examples, of)

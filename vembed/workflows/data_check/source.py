@@ -2,7 +2,7 @@
 
 Items are named by their numbers in the table, so that a text that stands in many rows is looked at once. Facts come
 from one walk over all items, a block at a time. Memory beside the rows, which lie on disk: 54 bytes for each distinct
-item, and 24 for each pair.
+item, and up to 24 for each pair.
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ class Source:
         Raises:
             VembedError: As `load_records`, where no row can be read.
         """
+        # Training stops at `max_invalid_records`; a check reads on, and counts every broken row by kind.
         problems = AllProblems()
         try:
             loaded = load_records(path, replace(options, problems=problems, scratch=folder))
@@ -211,6 +212,7 @@ class Source:
         """Facts about each item, from one walk over all of them."""
         items = self.table.items
         count = len(items)
+        # Ids of pictures stay in `normal_I`: equal pictures are equal items, and no text is normalised to one.
         facts = ItemFacts(
             np.zeros(count, np.int32),
             np.full(count, -1, np.int8),
@@ -228,6 +230,7 @@ class Source:
             facts.words_I[numbers] = [num_words(text) for _, text in texts]
             facts.scripts_I[numbers] = [script_of(text) for _, text in texts]
             facts.traces_I[numbers] = [traces_of(text) for _, text in texts]
+            # Python's hash of a text takes 64 bits and no time; it differs between processes, and is never stored.
             facts.normal_I[numbers] = [hash(text) for text in normal]
             facts.bands_BI[:, numbers] = sketches(normal)
         return facts
@@ -307,7 +310,7 @@ class Profile:
         scores = source.table.listed[1]
         values, num_pairs = np.unique(scores, return_counts=True)
         grades = {f"{value:g}": int(count) for value, count in zip(values, num_pairs, strict=True)}
-        if len(values) > MOST_CLASSES:
+        if len(values) > MOST_CLASSES:  # real numbers, such as a teacher's scores: ten ranges of equal width
             edges = np.linspace(float(values[0]), float(values[-1]), 11)
             ranges = zip(edges, edges[1:], np.histogram(scores, edges)[0], strict=False)
             grades = {f"{low:.4g} to {high:.4g}": int(count) for low, high, count in ranges}
@@ -429,6 +432,7 @@ def script_of(text: str) -> int:
     counts = Counter(_BLOCKS[bisect_right(_STARTS, ord(letter)) - 1][1] for letter in letters)
     if not counts:
         return SCRIPTS.index(NO_LETTERS)
+    # Japanese mixes kana with kanji, which Unicode shares with Chinese: any kana tells.
     if KANA in counts:
         counts[KANA] += counts.pop(HAN, 0)
     return SCRIPTS.index(max(counts, key=counts.__getitem__))

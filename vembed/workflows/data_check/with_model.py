@@ -77,6 +77,7 @@ def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[F
     keys = MiningKeys(mine_negatives=nearest, mine_range_max=nearest, mine_relative_margin=None)
     mined = Miner(encode, keys, folder).mine(task)
     model = shared_model_key(encode)
+    # Mining has stored the vectors: these calls map them, and encode nothing.
     queries_UE, _ = side_vectors(task.queries, "query", encode, model, folder)
     documents_DE, _ = side_vectors(task.documents, "document", encode, model, folder)
     above = np.flatnonzero((mined.rows_Un[:, 0] >= 0) & (mined.scores_Un[:, 0] > mined.positive_U))

@@ -266,7 +266,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
         DataError: No training data is named, or any data is missing or broken, or is searched in another way than
             `retrieval_mode` says, or training rows hold judged pairs and `leak` refuses that.
     """
-    # All paths are looked at before the first row is read, which may take minutes.
+    # 1. The training rows. All paths are looked at before the first row is read, which may take minutes.
     refuse_missing_data(keys)
     sources = _training_sources(keys, loss)
     paths = [path for path, _ in sources]
@@ -279,14 +279,13 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
         _refuse_alike(loaded, " and ".join(paths), loss)
     records, notes = loaded.table, list(loaded.notes)
 
+    # 2. The sets that are named. Only they can leak: what is held out shares no query or positive with the rest.
     dev = None
     if keys.val_data_path is not None:
         options = SourceOptions("validation", keys.val_data_split, keys, loss)
         dev = load_retrieval(keys.val_data_path, options, takes_pairs=True)
     test, further = _read_verdict_sets(keys, loss)
     named = {"dev": dev, "test": test, **{other.folder: other.task for other in further}}
-
-    # Only sets that are named can leak: what is held out shares no query or positive with the rest.
     compared = {name: task for name, task in named.items() if task is not None}
     judged = JudgedSets(compared, records) if compared else None
     untrained: dict[str, NDArray[np.int64]] = {}  # what rows are for that aren't trained on -> their sources
@@ -296,8 +295,8 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
             untrained["left out (leak: drop)"] = records.sources[leaking]
             records = records.subset(np.delete(np.arange(len(records)), leaking))
 
+    # 3. The held-out sets, of what is left: rows that leak into a named test set are out by now.
     if dev is None and needs_dev:
-        # Of what is left: rows that leak into a named test set are out, so none of them is held out.
         split = hold_out(records, fraction=None if keys.val_fraction == "auto" else keys.val_fraction)
         notes += split.notes
         halves = divide(records, split) if divides and test is None else None
@@ -315,7 +314,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
         records = records.subset(split.train_rows)
     notes += () if dev is None or dev.grades else resolution_notes(len(dev.queries))
 
-    # Counted after rows were left out and held out: the numbers are those of what is trained on.
+    # 4. Counts and directions, after rows were left out and held out: the numbers are those of what is trained on.
     counts = RecordCounts.of(records, sources[0][1].image_limits)
     counts.items.require(keys.retrieval_mode, " and ".join(paths))
     tasks = {name: task for name, task in (named | {"dev": dev, "test": test}).items() if task is not None}
@@ -330,6 +329,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
     if keys.image_root is not None and not any_pictures:
         notes.append("image_root has no effect: the data hold no pictures.")
 
+    # 5. Hashes.
     whole, hashes = hashlib.sha256(records.fingerprint.encode()), {"training": records.fingerprint}
     for name, task in tasks.items():
         hashes[name] = content_hash(task, whole)

@@ -101,7 +101,7 @@ class JudgedSets:
             queries, answers = self._queries.setdefault(name, {}), self._answers.setdefault(name, {})
             documents: dict[str, int] = {}
             for query, grades in task.qrels.items():
-                relevant = [name for name, grade in grades.items() if grade > 0 and name in task.documents]
+                relevant = [one for one, grade in grades.items() if grade > 0 and one in task.documents]
                 if not relevant or query not in task.queries:
                     continue
                 for document in relevant:
@@ -111,7 +111,7 @@ class JudgedSets:
                 answers[query] = [documents[document] for document in relevant]
         self._content_I = np.full(len(records.items), -1, dtype=np.int32)  # training item -> number, -1: not judged
         self._exact: dict[int, str | int] = {}  # training item that is judged -> content, punctuation included
-        texts = [f"{item} " for item in self._items if isinstance(item, str)]
+        texts = [f"{item} " for item in self._items if isinstance(item, str)]  # a space: no text may be empty
         self._sums = _letter_sums(pa.array(texts, pa.large_string()))
 
         # First queries, by their letters; then the documents beside those that matched, as texts, since punctuation

@@ -134,6 +134,15 @@ def test_a_class_with_fewer_rows_comes_with_all_of_them() -> None:
     assert "20 classes with fewer rows than that: all of them come." in sampler.arrangement_notes()
 
 
+def test_a_class_of_more_groups_than_batches_meets_itself_in_none() -> None:
+    classes = np.concatenate([np.zeros(200, dtype=np.int64), np.arange(1, 101).repeat(2)])
+    sampler = GlobalSampler(len(classes), batch_size=20, seed=1, arrangement=ByClass(classes, 4))
+    for epoch in range(2):
+        batches = [classes[rows] for rows in epoch_batches(sampler, epoch)]
+        assert max(np.bincount(batch).max() for batch in batches) == 4
+        assert sum((batch == 0).any() for batch in batches) == len(batches), "its groups fill all of them"
+
+
 def test_batches_of_one_class_are_counted_and_refused_where_most_are_such() -> None:
     def uneven(*sizes: int) -> GlobalSampler:
         labels = [f"c{number}" for number, size in enumerate(sizes) for _ in range(size)]

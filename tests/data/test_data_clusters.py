@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vembed.data.clusters import SCALE, HardBatches, whole_numbers
+from vembed.data.arrangements import VECTOR_LENGTH, HardBatches, whole_numbers
 from vembed.data.sampler import GlobalSampler
 
 
@@ -73,7 +73,7 @@ def test_products_of_two_vectors_and_of_a_direction_are_exact_in_any_order(dimen
     """In float32 each sum of whole numbers below 2^24 is exact."""
     whole = whole_numbers(np.random.default_rng(0).normal(size=(64, dimension)).astype(np.float32))
     longest = np.sqrt((whole.astype(np.int64) ** 2).sum(axis=1)).max()
-    assert 0.9 * SCALE < longest < 1.1 * SCALE
+    assert 0.9 * VECTOR_LENGTH < longest < 1.1 * VECTOR_LENGTH
     assert 2 * longest * longest < 2**24
     directions = (whole[1:] - whole[:-1]).astype(np.float32)
     exact = whole.astype(np.int64) @ (whole[1:] - whole[:-1]).astype(np.int64).T

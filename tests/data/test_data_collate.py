@@ -85,6 +85,12 @@ def test_positive_pairs_are_sorted_and_unique_for_any_labels() -> None:
     assert pairs == sorted(expected)
 
 
+def test_a_copy_of_the_query_among_the_positives_of_its_class_is_none_of_its_own() -> None:
+    pictures = [Record("x", ("y",), (), 1, "t:1"), Record("y", ("x",), (), 1, "t:2"), Record("z", ("z",), (), 1, "t:3")]
+    pairs = [tuple(pair) for pair in collate(pictures, [0, 1, 2]).positives_P2.tolist()]
+    assert pairs == [(0, 0), (0, 2), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)], "a copy that the row itself names stays"
+
+
 def test_ids_must_match_the_records() -> None:
     with pytest.raises(ValueError, match="1 records, 2 ids"):
         collate([record("a")], [0, 1])

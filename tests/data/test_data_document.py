@@ -98,6 +98,6 @@ def test_every_column_name_and_every_set_is_listed() -> None:
         (line,) = (line for line in table.splitlines() if line.startswith(f"| `{column}` |"))
         named = line.split("|")[2].strip().partition(";")[0]
         assert (named.split(", ") if named else []) == list(aliases)
-    for name in PRESETS:
+    for name in PRESETS.names():
         assert f"\n### {name}\n" in DOCUMENT
     assert all(f"`builtin:{name}`" in DOCUMENT for name in DATASETS.names())

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import hashlib
 import itertools
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from vembed.data.sampler import GlobalSampler
+from vembed.data.arrangements import ByClass, Contents, HardBatches, WithoutRepeats, whole_numbers
+from vembed.data.sampler import GlobalSampler, Mixture
 from vembed.errors import DataError
+
+if TYPE_CHECKING:
+    from vembed.data.arrangements import Arrangement
 
 
 def epoch_rows(sampler: GlobalSampler, epoch: int) -> list[int]:
@@ -116,3 +122,38 @@ def test_bad_arguments_are_named(name: str, arguments: dict[str, int]) -> None:
         GlobalSampler(**{"num_records": 10, "batch_size": 2, "seed": 0, **arguments})
     with pytest.raises(ValueError, match="step"):
         GlobalSampler(10, batch_size=2, seed=0).rows(-1)
+
+
+def digest(sampler: GlobalSampler) -> str:
+    """Return a hash of the batches of two epochs."""
+    drawn = hashlib.sha256()
+    for step in range(2 * sampler.batches_per_epoch):
+        drawn.update(sampler.rows(step).astype("<i8").tobytes() + b"|")
+    return drawn.hexdigest()[:12]
+
+
+def test_epochs_draw_what_they_drew_in_earlier_versions() -> None:
+    """A resumed run goes on with the batches that it would have had."""
+    numbers = np.arange(523)
+    contents = np.concatenate([numbers, 523 + numbers * 7 % 60])
+    vectors = (numbers[:, None] * np.arange(3, 11) % 61 - 30).astype(np.float32)
+    arrangements: dict[str, Arrangement | None] = {
+        "at random": None,
+        "without repeats": WithoutRepeats(Contents.of_pairs(np.tile(numbers, 2), contents, 523)),
+        "by class": ByClass(numbers * 11 % 40, 4),
+        "hard": HardBatches(whole_numbers(vectors), 0.95),
+    }
+    mixture = Mixture(("a", "b"), (400, 123), (1.0, 2.0), temperature=2.0, single=True)
+    digests = {
+        name: tuple(
+            digest(GlobalSampler(523, batch_size=16, seed=5, arrangement=arrangement, mixture=sources))
+            for sources in (None, mixture)
+        )
+        for name, arrangement in arrangements.items()
+    }
+    assert digests == {
+        "at random": ("6c15b1b6b7e7", "192d2e2f9144"),
+        "without repeats": ("bda43043a0e9", "5d84e0a97a2b"),
+        "by class": ("07b92bdc89da", "70d156ca0300"),
+        "hard": ("29beb01467ae", "b11bbeedcd67"),
+    }

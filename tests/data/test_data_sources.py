@@ -10,8 +10,7 @@ import pytest
 
 from vembed.batch import Composed, Image, pictures_in
 from vembed.config.schema import Config
-from vembed.data.mixture import Mixture, allot
-from vembed.data.sampler import GlobalSampler
+from vembed.data.sampler import GlobalSampler, Mixture, allot
 from vembed.data.table import Record, RecordTable
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError

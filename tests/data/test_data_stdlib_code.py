@@ -89,7 +89,7 @@ class A:
 
 
 def test_what_makes_a_pair() -> None:
-    (pair,) = stdlib_code._pairs_of(SOURCE, "a.py")
+    (pair,) = stdlib_code.pairs_of(SOURCE, "a.py")
     assert pair.query == "Run everything that waits."
     assert pair.document == (
         "async def FUNC(self, x):\n    # a comment stays\n    await self.FUNC(x)\n    return rerun_all(x)"
@@ -104,7 +104,7 @@ def test_files_that_do_not_parse_are_counted(tmp_path: Path) -> None:
     (tmp_path / "old.py").write_text("print 'python 2'\n")
     (tmp_path / "test").mkdir()
     (tmp_path / "test/more.py").write_text(SOURCE.replace("everything", "something"))
-    library = stdlib_code._read_library.__wrapped__(str(tmp_path))  # past the cache of the real library
+    library = stdlib_code.read_library.__wrapped__(str(tmp_path))  # past the cache of the real library
     assert (len(library.pairs), library.num_unparsed, library.num_duplicates) == (1, 1, 1)
 
 

@@ -15,10 +15,12 @@ import pytest
 from vembed.api.model import load
 from vembed.data import near
 from vembed.data.near import alike_between, alike_within, jaccard, normalised, sketches
+from vembed.data.problems import AllProblems
 from vembed.data.splits import SourceOptions
+from vembed.data.table_writer import RecordWriter
 from vembed.entrypoints.data import main
-from vembed.workflows.data_check.check import DataCheck, check_data
-from vembed.workflows.data_check.scripts import SCRIPTS, num_words, script_of
+from vembed.workflows.data_check.check import DataCheck, check_data, contradictory_grades
+from vembed.workflows.data_check.source import SCRIPTS, Source, num_words, script_of
 
 WORDS = [f"{head}{tail}" for head in ("ka", "lo", "mi", "su", "te") for tail in ("ran", "bel", "dip", "gos", "nuk")]
 
@@ -181,6 +183,15 @@ def test_contradictions_are_errors(checked: Callable[..., Any]) -> None:
     assert (code, *places) == (3, "train.jsonl:21: class 2", "train.jsonl:2: class 1")
     assert found["classes_of_one_row"]["examples"] == [{"Class": "alone"}]
     assert document["profile"]["classes"]["rows"]["class 2"] == 6
+
+
+def test_grades_are_those_of_their_pairs_beside_rows_without_any() -> None:
+    writer = RecordWriter()
+    for line, (query, scores) in enumerate([("a", ()), ("b", (1.0, 0.0)), ("c", ()), ("b", (1.0, 0.5))], start=1):
+        writer.add(query, positives=["p"], negatives=["n"], scores=scores, file="rows", line=line)
+    (finding,) = contradictory_grades(Source("rows", writer.finish(), (), AllProblems()))
+    assert (finding.count, finding.of) == (1, 4)
+    assert finding.examples == [("rows:4: 0.5", "rows:2: 0", "b", "n")]
 
 
 def test_constant_grades_are_a_warning(checked: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 from warm_process import run_warm
 
 import vembed
-from vembed.data.clusters import whole_numbers
+from vembed.data.arrangements import whole_numbers
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import ConfigError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from vembed.batch import ImageLimits
-from vembed.data.python_inputs import is_table
-from vembed.data.python_rows import write_rows
+from vembed.data.python_rows import is_table, write_rows
 from vembed.distributed.runtime import prepare_device
 from vembed.errors import ConfigError, MachineError, VembedError
 from vembed.text import first_line

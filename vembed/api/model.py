@@ -14,7 +14,7 @@ from vembed.api.arguments import checked_side, device_named, image_limits, refus
 from vembed.api.keys import LoadKeys
 from vembed.batch import Ragged, modality_of
 from vembed.config.messages import checked_section
-from vembed.data.python_inputs import items_of, refuse_other_modalities
+from vembed.data.python_rows import items_of, refuse_other_modalities
 from vembed.distributed.runtime import local_device
 from vembed.errors import ConfigError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget, refuse_several_vectors, values_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Modality, Side
-    from vembed.data.python_inputs import ItemInput
+    from vembed.data.python_rows import ItemInput
     from vembed.evaluation.encode import Vectors
     from vembed.models.encoder import Encoder, Similarity
     from vembed.workflows.publishing.push import Pushed

@@ -2,7 +2,9 @@
 
 1. `Augmenter.record` gives every picture of a record an `Augmentation`, whose seed is a function of the run's seed, the
    epoch, the record's row and the picture's place in the record: never of the batch, the process or the worker.
-2. `decode_image` calls `augmented` on the decoded picture, before the model's own processor sees it. An `Augmentation`
+2. Resumed runs and any number of workers so see the same pictures: a seed is a hash of (seed, epoch, row, slot), and no
+   generator is shared. A further picture of one item adds its number, so that the first has the seed of an item alone.
+3. `decode_image` calls `augmented` on the decoded picture, before the model's own processor sees it. An `Augmentation`
    is part of an `Image`'s equality, so nothing that is kept by `Image` mixes two of them up.
 
 A window is cut out of the picture, turned about its middle, and its colours go through one matrix. What the window
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
     from vembed.data.table import Record
 
 LEAST_SIDE = 640
-"""A large picture is first reduced by a whole factor, to a shorter side of at least so many pixels: what follows costs
-time by the pixel, and no processor makes more of it than that."""
+"""Pixels that the shorter side of a large picture keeps at least when it is reduced by a whole factor, before anything
+else: what follows costs time by the pixel, and no processor makes more of it than that."""
 
 SMALL_SIDE = 256
 """Shorter side of a window, in pixels, up to which a turned one is sampled with care."""
@@ -41,7 +43,7 @@ _QUARTER_TURN = np.array([[-0.213, -0.715, 0.928], [0.143, 0.140, -0.283], [-0.7
 
 
 class _Ranges(NamedTuple):
-    """What an augmentation draws from, each value evenly."""
+    """Ranges from which an augmentation draws evenly."""
 
     area: tuple[float, float] = (1.0, 1.0)  # least and most area of the window, in areas of the picture
     overhang: float = 0.0  # most that the window stands over an edge, in sides of the window
@@ -53,11 +55,6 @@ class _Ranges(NamedTuple):
     grey: float = 0.0  # share of pictures that lose all colour
     blur: float = 0.0  # share of pictures that are blurred
     blur_radius: float = 0.0  # most standard deviation of the blur, in shorter sides of the window
-
-    @property
-    def recolours(self) -> bool:
-        """Whether any colour is changed."""
-        return any((self.brightness, self.contrast, self.saturation, self.hue, self.grey))
 
 
 _RANGES: dict[Strength, _Ranges] = {
@@ -79,27 +76,35 @@ _RANGES: dict[Strength, _Ranges] = {
 
 @dataclass(frozen=True, slots=True)
 class Augmenter:
-    """Says how each picture of the training records is changed in an epoch."""
+    """Random changes of the pictures of the training records, a function of (seed, epoch, row)."""
 
-    strength: Strength  # how much; "none" leaves the pixels alone
-    flip: bool  # whether half of the pictures are mirrored, left to right
+    strength: Strength  # "none" leaves the pixels alone
+    flip: bool  # half of the pictures are mirrored, left to right
     seed: int
 
     @property
     def acts(self) -> bool:
-        """Whether any picture is changed."""
+        """True where a picture may be changed."""
         return self.flip or self.strength != "none"
 
     def record(self, record: Record, *, row: int, epoch: int) -> Record:
-        """Return a record whose pictures say how they are changed when they are decoded.
+        """Return a record whose pictures are changed when they are decoded.
 
         Args:
-            row: Its number in the training records.
+            row: Number of the record in the training records.
         """
         if not self.acts:
             return record
         items = (record.query, *record.positives, *record.negatives)
-        query, *documents = (self._item(item, (epoch, row, slot)) for slot, item in enumerate(items))
+        changed: list[Item] = []
+        for slot, item in enumerate(items):
+            if isinstance(item, Composed):
+                first, *more = item.images
+                further = [self._image(image, (epoch, row, slot, number)) for number, image in enumerate(more, start=1)]
+                changed.append(replace(item, images=(self._image(first, (epoch, row, slot)), *further)))
+            else:
+                changed.append(item if isinstance(item, str) else self._image(item, (epoch, row, slot)))
+        query, *documents = changed
         num_positives = len(record.positives)
         return replace(
             record,
@@ -108,27 +113,19 @@ class Augmenter:
             negatives=tuple(documents[num_positives:]),
         )
 
-    def _item(self, item: Item, place: tuple[int, int, int]) -> Item:
-        if isinstance(item, str):
-            return item
-        if isinstance(item, Composed):
-            first, *more = item.images
-            further = [self._image(image, (*place, number)) for number, image in enumerate(more, start=1)]
-            return replace(item, images=(self._image(first, place), *further))
-        return self._image(item, place)
-
-    def _image(self, image: Image, place: tuple[int, ...]) -> Image:
-        seed = np.random.SeedSequence([self.seed, *place]).generate_state(1, np.uint64)[0]
+    def _image(self, image: Image, path: tuple[int, ...]) -> Image:
+        seed = np.random.SeedSequence([self.seed, *path]).generate_state(1, np.uint64)[0]
         return replace(image, augmentation=Augmentation(self.strength, self.flip, int(seed)))
 
 
 def augmented(picture: PIL.Image.Image, augmentation: Augmentation) -> PIL.Image.Image:
-    """Return a picture, changed.
+    """Change an RGB picture; the result may have another size.
 
-    Returns:
-        An RGB picture, whose size may be another.
+    The seed fixes every draw, and draws are made in a fixed order: a new kind of change draws last, or the pictures of
+    resumed runs would change.
     """
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(augmentation.seed)))
+    # Without `flip` nothing is drawn for it: the same seed then gives another window.
     if augmentation.flip and generator.random() < 0.5:
         picture = picture.transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT)
     if augmentation.strength == "none":
@@ -143,18 +140,23 @@ def _window(picture: PIL.Image.Image, ranges: _Ranges, generator: np.random.Gene
     """Cut a window out of a picture, turned about its own middle, without changing the scale."""
     scale = math.sqrt(generator.uniform(*ranges.area))
     angle = math.radians(generator.uniform(-ranges.degrees, ranges.degrees))
-    places = generator.uniform(-1, 1, size=2).tolist()
+    offsets = generator.uniform(-1, 1, size=2).tolist()
     width, height = (max(1, round(side * scale)) for side in picture.size)
     # Its left and upper edge: inside as far as the window fits, and beyond by the overhang.
     left, top = (
-        (side - own) / 2 + place * (abs(side - own) / 2 + ranges.overhang * own)
-        for side, own, place in zip(picture.size, (width, height), places, strict=True)
+        (side - extent) / 2 + offset * (abs(side - extent) / 2 + ranges.overhang * extent)
+        for side, extent, offset in zip(picture.size, (width, height), offsets, strict=True)
     )
-    fill = _edge_colour(picture)
+    # The median, not the mean, of the outermost pixels: a line that touches the edge doesn't tint a white background.
+    pixels = np.asarray(picture)
+    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    red, green, blue = (int(value) for value in np.median(edge, axis=0))
+    fill = red, green, blue
     if not angle:  # whole pixels need no sampling
         window = PIL.Image.new("RGB", (width, height), fill)
         window.paste(picture, (-round(left), -round(top)))
         return window
+    # Pillow asks which point of the picture a point of the window shows: the one turned about the window's middle.
     cosine, sine = math.cos(angle), math.sin(angle)
     matrix = (
         cosine,
@@ -169,25 +171,18 @@ def _window(picture: PIL.Image.Image, ranges: _Ranges, generator: np.random.Gene
     return picture.transform((width, height), PIL.Image.Transform.AFFINE, matrix, resample=resample, fillcolor=fill)
 
 
-def _edge_colour(picture: PIL.Image.Image) -> tuple[int, int, int]:
-    """Return the median colour of a picture's outermost pixels."""
-    pixels = np.asarray(picture)
-    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
-    red, green, blue = (int(value) for value in np.median(edge, axis=0))
-    return red, green, blue
-
-
 def _recoloured(picture: PIL.Image.Image, ranges: _Ranges, generator: np.random.Generator) -> PIL.Image.Image:
     """Blur a picture or not, and change its colours by one matrix.
 
     Source: the matrices `saturate` and `hueRotate` of W3C Filter Effects Module Level 1, section 9.6; brightness and
     contrast (about the mean grey) as factors on top.
     """
+    # All is drawn, and then used or not: which changes a strength has doesn't move the draws of the others.
     brightness, contrast, saturation, hue = generator.uniform(-1, 1, size=4).tolist()
     blur, blur_radius, grey = generator.random(3).tolist()
     if blur < ranges.blur:
         picture = picture.filter(PIL.ImageFilter.GaussianBlur(blur_radius * ranges.blur_radius * min(picture.size)))
-    if not ranges.recolours:
+    if not any((ranges.brightness, ranges.contrast, ranges.saturation, ranges.hue, ranges.grey)):
         return picture
     factor = 0.0 if grey < ranges.grey else 1 + ranges.saturation * saturation
     angle = 2 * math.pi * ranges.hue * hue

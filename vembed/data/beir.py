@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vembed.batch import ImageLimits
 from vembed.data.columns import listing
 from vembed.data.files import iter_rows
-from vembed.data.image_root import ImageRoot, PictureFault
+from vembed.data.images import ImageRoot, PictureFault
 from vembed.data.lines import lines, reading
 from vembed.data.problems import ProblemLog
 from vembed.data.retrieval import RetrievalData

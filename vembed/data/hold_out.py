@@ -1,8 +1,9 @@
 """Hold rows out for validation, without a query or positive on both sides and without regard to the order of the rows.
 
-1. Rows that share a query or a positive are linked; linked rows form a component. The document of a pair that is graded
-   0 or lower counts as a positive, unless too few rows could be held out then.
-2. Components are ordered by their smallest content hash.
+1. Rows that share a query or a positive are linked; linked rows form a component. Links chain: rows 1 and 2 share a
+   query, 2 and 3 a positive, so 1 and 3 are never on different sides. The document of a pair that is graded 0 or lower
+   counts as a positive, unless too few rows could be held out then.
+2. Components are ordered by their smallest content hash, as good as random and the same wherever rows stand.
 3. Components are taken whole, in that order, while they fit; one that is too large is passed over.
 4. Where nobody gave a test set, what was taken is divided once more, in the same way, into a dev set and a test set, as
    long as each resolves a difference that matters (`divide`).
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
     from vembed.data.table import RecordTable
 
 SHARE, MOST_ROWS = 0.05, 1000
-"""What is held out of a large set: this share, at most so many rows."""
+"""Share of a large set that is held out, at most so many rows."""
 
 LARGEST_SHARE, ENOUGH_ROWS = 0.2, 100
 """Of a small set more is held out: up to so many rows, at most this share."""
 
 FEWEST_DOCUMENTS = 1000
-"""What the held-out queries search is filled up to so many documents with those of training rows."""
+"""Documents that held-out queries search at least: their own are filled up with those of training rows."""
 
 SPREAD = 0.23
 """Standard deviation of the difference of two models' nDCG@10 over queries: 0.18 to 0.26 in the runs of docs/log.md."""
@@ -83,12 +84,22 @@ def hold_out(table: RecordTable, *, fraction: float | None = None, limit: int | 
         msg = f"fraction must lie between 0 and 1, and limit be at least 1: {fraction}, {limit}"
         raise ValueError(msg)
     num_rows = len(table)
-    budget = min(_wanted(num_rows, fraction), num_rows - MIN_TRAIN_ROWS, limit or num_rows)
+
+    def part(share: float) -> int:
+        return math.floor(round(share * num_rows, 9))  # 0.29 * 100 is 28.999999999999996
+
+    if fraction is not None:
+        wanted = part(fraction)
+    else:  # as many as tell models apart
+        wanted = min(MOST_ROWS, max(part(SHARE), min(ENOUGH_ROWS, part(LARGEST_SHARE))))
+    budget = min(wanted, num_rows - MIN_TRAIN_ROWS, limit or num_rows)
     if budget < 1:
         msg = f"{plural(num_rows, 'record')} can't be split into some to train on and some to validate on: {FIX}"
         raise DataError(msg)
-    low_graded = _without_positive(table)
+    low_graded = table.lists("positives")[0] == 0  # a pair graded 0 or lower has its document among the negatives
     chosen = _choose(*_components(table, low_graded), budget)
+    # Linking by the documents of low grades as well can chain nearly all rows of graded pairs into one component (few
+    # documents, every query graded against many). Where that leaves less than half, they may stand on both sides.
     if low_graded.any() and 2 * int(chosen.sum()) < budget:
         linked_less = _choose(*_components(table), budget)
         if linked_less.sum() > chosen.sum():
@@ -105,17 +116,6 @@ def hold_out(table: RecordTable, *, fraction: float | None = None, limit: int | 
     if count < budget:
         notes.append(f"That is {budget - count:,} fewer than asked for: rows that share a text stay together.")
     return HeldOut(np.flatnonzero(~chosen), np.flatnonzero(chosen), tuple(notes))
-
-
-def _wanted(num_rows: int, fraction: float | None) -> int:
-    """Return how many rows to hold out: a share that was asked for, or as many as tell models apart."""
-
-    def part(share: float) -> int:
-        return math.floor(round(share * num_rows, 9))  # 0.29 * 100 is 28.999999999999996
-
-    if fraction is not None:
-        return part(fraction)
-    return min(MOST_ROWS, max(part(SHARE), min(ENOUGH_ROWS, part(LARGEST_SHARE))))
 
 
 def divide(table: RecordTable, split: HeldOut) -> tuple[HeldOut, HeldOut] | None:
@@ -151,11 +151,32 @@ def held_out_task(
         ImageError: A picture can't be read any more.
     """
     task = task_from_records(table.subset(split.held_out_rows), name, label_kind)
-    if task.grades:
-        return task
     missing = FEWEST_DOCUMENTS - len(task.documents)
-    numbers = _distractors(table, split, max(0, missing))
-    added = {content_name(item): item for item in table.items.at(numbers)}
+    if task.grades or missing <= 0:
+        return task
+    held_out, train_rows = table.subset(split.held_out_rows), split.train_rows
+    # A document of a held-out row's class answers its query: such training rows give none.
+    classes, _ = table.classes
+    held_out_classes = classes[split.held_out_rows]
+    train_rows = train_rows[~np.isin(classes[train_rows], held_out_classes[held_out_classes >= 0])]
+    train = table.subset(train_rows)
+    held_out_items = np.concatenate([held_out.numbers(column)[1] for column in get_args(ItemColumn)])
+    ids = table.items.ids.view(np.uint64)
+    # The contents with the smallest hashes, `missing` of them. Positives are separate from negatives here, and of both
+    # only as many as can be needed are kept, because `np.unique` of all takes several times as long as one sort.
+    kept = []
+    for column in ("positives", "negatives"):
+        _, numbers = train.lists(column)
+        in_order = ids[numbers]
+        in_order.sort()
+        is_first = np.ones(len(in_order), dtype=np.bool_)
+        np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
+        first = in_order[is_first][: missing + len(held_out_items)]
+        kept.append(numbers[ids[numbers] <= first.max(initial=0)])
+    numbers = np.concatenate(kept)
+    distinct, places = np.unique(ids[numbers], return_index=True)
+    others = numbers[places[~np.isin(distinct, ids[held_out_items])]][:missing]
+    added = {content_name(item): item for item in table.items.at(others)}
     if not added:
         return task
     own = plural(len(task.documents), "document")
@@ -163,44 +184,14 @@ def held_out_task(
     return replace(task, documents={**added, **task.documents}, notes=(*task.notes, note))
 
 
-def _distractors(table: RecordTable, split: HeldOut, most: int) -> NDArray[np.int64]:
-    """Return some documents of training rows, the first by content hash, each content once: numbers in the items."""
-    held_out, train_rows = table.subset(split.held_out_rows), split.train_rows
-    classes, _ = table.classes
-    known = classes[split.held_out_rows]
-    train_rows = train_rows[~np.isin(classes[train_rows], known[known >= 0])]
-    train = table.subset(train_rows)
-    own = np.concatenate([held_out.numbers(column)[1] for column in ("query", "positives", "negatives")])
-    ids = table.items.ids.view(np.uint64)
-    kept = []
-    for column in ("positives", "negatives"):  # of each the first, as `np.unique` of all takes several times as long
-        _, numbers = train.lists(column)
-        in_order = ids[numbers]
-        in_order.sort()
-        is_first = np.ones(len(in_order), dtype=np.bool_)
-        np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
-        first = in_order[is_first][: most + len(own)]
-        kept.append(numbers[ids[numbers] <= first.max(initial=0)])
-    numbers = np.concatenate(kept)
-    distinct, places = np.unique(ids[numbers], return_index=True)
-    others: NDArray[np.int64] = numbers[places[~np.isin(distinct, ids[own])]]
-    return others[:most]
-
-
 def resolution_notes(num_queries: int) -> tuple[str, ...]:
-    """Say which differences so few queries can't resolve, where they matter."""
+    """Return which differences so few queries can't resolve, in words; nothing where they resolve what matters."""
+    # Two standard errors of the mean difference over the queries.
     least = 2 * SPREAD / math.sqrt(max(1, num_queries))
     if least < COARSE:
         return ()
     size = plural(num_queries, "query", "queries")
     return (f"the dev set has {size}: differences under about {least:.2f} nDCG@10 can't be told from chance.",)
-
-
-def _without_positive(table: RecordTable) -> NDArray[np.bool_]:
-    """Return which rows have no positive: those whose pairs are graded 0 or lower."""
-    counts_N, _ = table.lists("positives")
-    has_none: NDArray[np.bool_] = counts_N == 0
-    return has_none
 
 
 def _share_items(table: RecordTable, chosen: NDArray[np.bool_]) -> bool:
@@ -232,17 +223,24 @@ def _components(
     Args:
         by_negatives: Which rows are also linked by their negatives, shape (rows,); None links none so.
     """
-    rows, hashes = _row_hashes(table, by_negatives)
-    # Most texts stand in one row only; what is left to join is the repeated ones.
+    linking = [table.numbers("query"), table.numbers("positives")]
+    if by_negatives is not None and by_negatives.any():
+        of_row, numbers = table.numbers("negatives")
+        linking.append((of_row[by_negatives[of_row]], numbers[by_negatives[of_row]]))
+    rows, items = (np.concatenate(parts) for parts in zip(*linking, strict=True))
+    hashes = table.items.ids[items].view(np.uint64)
+
+    # Union-find over the contents that several rows hold. Python loops over those alone: most contents stand in one row
+    # only and link nothing, and for a million rows a loop over all of them would take seconds.
     in_order = np.sort(hashes)
     repeated = np.unique(in_order[1:][in_order[1:] == in_order[:-1]])
-    text_of = np.searchsorted(repeated, hashes)
-    several = np.flatnonzero(np.append(repeated, np.uint64(0))[text_of] == hashes)
+    content_of = np.searchsorted(repeated, hashes)
+    several = np.flatnonzero(np.append(repeated, np.uint64(0))[content_of] == hashes)
     linked, places = np.unique(rows[several], return_inverse=True)
-    parent = list(range(len(linked)))
+    parent = list(range(len(linked)))  # of linked rows; the root of a component is its first row
     first_row: dict[int, int] = {}
-    for text, row in zip(text_of[several].tolist(), places.tolist(), strict=True):
-        a, b = _root(parent, row), _root(parent, first_row.setdefault(text, row))
+    for content, row in zip(content_of[several].tolist(), places.tolist(), strict=True):
+        a, b = _root(parent, row), _root(parent, first_row.setdefault(content, row))
         parent[max(a, b)] = min(a, b)
     roots = np.arange(len(table))
     roots[linked] = linked[[_root(parent, row) for row in range(len(linked))]]
@@ -250,18 +248,6 @@ def _components(
     smallest = np.full(int(component_of.max()) + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
     np.minimum.at(smallest, component_of[rows], hashes)
     return component_of.astype(np.int64), smallest
-
-
-def _row_hashes(
-    table: RecordTable, by_negatives: NDArray[np.bool_] | None
-) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return (row, content hash) of every query and positive, and of negatives where asked, as two flat arrays."""
-    linking = [table.numbers("query"), table.numbers("positives")]
-    if by_negatives is not None and by_negatives.any():
-        of_row, numbers = table.numbers("negatives")
-        linking.append((of_row[by_negatives[of_row]], numbers[by_negatives[of_row]]))
-    rows, items = (np.concatenate(parts) for parts in zip(*linking, strict=True))
-    return rows, table.items.ids[items].view(np.uint64)
 
 
 def _root(parent: list[int], row: int) -> int:

@@ -1,4 +1,4 @@
-"""Find the judged queries that a training row holds with their answer: what a verdict must not rest on.
+"""Find the judged queries that a training row holds with their answer: no verdict may rest on them.
 
 1. Queries of the judged sets and the documents that are relevant to them, their answers, are numbered by content: texts
    without regard to case, spaces, punctuation and compatible forms of a character (NFKC), pictures by their bytes.
@@ -53,7 +53,7 @@ _WEIGHTS[[code for code in range(128) if not chr(code).isalnum()]] = 0
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What a judged set shares with the rows that are trained on."""
+    """Queries and answers that a judged set shares with the rows that are trained on."""
 
     num_queries: int  # with a relevant document
     num_answers: int  # documents that are relevant to one of them
@@ -70,13 +70,18 @@ class Overlap:
             "nearly trained on": len(self.near or ()),
             "trained on with other documents": len(self.asked - (self.near or {}).keys()),
         }
-        told = [f"{count:,} {words}" for words, count in counts.items() if count] or ["no query trained on"]
-        told += [f"{self.num_shared:,} of {self.num_answers:,} answers are training documents"] * bool(self.num_shared)
-        return ", ".join(told)
+        parts = [f"{count:,} {words}" for words, count in counts.items() if count] or ["no query trained on"]
+        if self.num_shared:
+            parts.append(f"{self.num_shared:,} of {self.num_answers:,} answers are training documents")
+        return ", ".join(parts)
 
 
 class JudgedSets:
     """Judged sets by name, and the training items that equal one of their queries or answers.
+
+    Cost: a sum over the bytes of all training queries, and Python for the few items whose sum is that of a judged one.
+    Training texts are never all in memory. The result is kept: `overlaps` of other rows of the same table, after some
+    were held out, looks nothing up again.
 
     Args:
         tasks: The sets.
@@ -96,19 +101,21 @@ class JudgedSets:
             queries, answers = self._queries.setdefault(name, {}), self._answers.setdefault(name, {})
             documents: dict[str, int] = {}
             for query, grades in task.qrels.items():
-                relevant = [each for each, grade in grades.items() if grade > 0 and each in task.documents]
+                relevant = [one for one, grade in grades.items() if grade > 0 and one in task.documents]
                 if not relevant or query not in task.queries:
                     continue
-                for each in relevant:
-                    if each not in documents:
-                        documents[each] = self._number(task.documents[each])
+                for document in relevant:
+                    if document not in documents:
+                        documents[document] = self._number(task.documents[document])
                 queries[query] = self._number(task.queries[query])
-                answers[query] = [documents[each] for each in relevant]
+                answers[query] = [documents[document] for document in relevant]
         self._content_I = np.full(len(records.items), -1, dtype=np.int32)  # training item -> number, -1: not judged
         self._exact: dict[int, str | int] = {}  # training item that is judged -> content, punctuation included
-        texts = [f"{item} " for item in self._items if isinstance(item, str)]
+        texts = [f"{item} " for item in self._items if isinstance(item, str)]  # a space: no text may be empty
         self._sums = _letter_sums(pa.array(texts, pa.large_string()))
 
+        # First queries, by their letters; then the documents beside those that matched, as texts, since punctuation
+        # doesn't count; then all other documents and pictures, by content id, which is exact and costs no text.
         items, query_N, (rows_P, documents_P) = records.items, records.numbers("query")[1], _documents(records)
         self._match_texts(items, query_N)
         self._match(items, documents_P[self._content_I[query_N][rows_P] >= 0])
@@ -143,7 +150,8 @@ class JudgedSets:
         query_P, document_P = self._content_I[query_N][rows_P], self._content_I[documents_P]
         known_P = (query_P >= 0) & (document_P >= 0)
         pairs = [part[known_P].tolist() for part in (rows_P, query_N[rows_P], documents_P, query_P, document_P)]
-        # Two contents -> rows that pair them, with the item that is the first of the two.
+        # Two contents -> rows that pair them, with the item that is the first of the two. Both orders: a judged query
+        # may stand in the rows as the document and its answer as the query.
         rows_of: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for row, query_item, document_item, query, document in zip(*pairs, strict=True):
             rows_of[query, document].append((row, query_item))
@@ -156,9 +164,10 @@ class JudgedSets:
             for query, number in queries.items():
                 if number not in paired:  # most are in no row: they are spared a look at each of their answers
                     continue
+                # The numbers are equal without punctuation; the query must be equal with it ("C" is not "C++").
                 exact, answers = _exact(self._tasks[name].queries[query]), self._answers[name][query]
-                held = [pair for answer in answers for pair in rows_of.get((number, answer), ())]
-                if rows := {row for row, item in held if self._exact[item] == exact}:
+                pairing = [pair for answer in answers for pair in rows_of.get((number, answer), ())]
+                if rows := {row for row, item in pairing if self._exact[item] == exact}:
                     trained[query] = sorted(rows)
             also_asked = frozenset(query for query, number in queries.items() if number in asked) - trained.keys()
             answers_of_set = {number for numbers in self._answers[name].values() for number in numbers}
@@ -176,7 +185,8 @@ class JudgedSets:
             seconds: CPU time that it may take at most, by a rough estimate.
 
         Returns:
-            What each set shares with the rows, without what is near where it would take longer; and the estimate.
+            The overlap of each set with the rows, `near` being None where the search would take longer; and the
+            estimate. It is made twice: of sketches alone, and once the pairs to compare are known.
         """
         items, query_N, (rows_P, documents_P) = records.items, records.numbers("query")[1], _documents(records)
         distinct_M = np.unique(query_N)
@@ -191,14 +201,17 @@ class JudgedSets:
         self._match_texts(items, documents_P)  # so far only documents beside a judged query were compared as texts
         overlaps = self.overlaps(records)
         judged = [
-            (name, query) for name, own in self._queries.items() for query in own if query not in overlaps[name].trained
+            (name, query)
+            for name, queries in self._queries.items()
+            for query in queries
+            if query not in overlaps[name].trained
         ]
-        places_of: defaultdict[int, list[int]] = defaultdict(list)  # content -> places in `judged` that it stands at
+        judged_with: defaultdict[int, list[int]] = defaultdict(list)  # content -> positions in `judged` that have it
         weights = np.zeros(len(self._items))  # characters that are compared for a row with this content
-        for place, (name, query) in enumerate(judged):
+        for position, (name, query) in enumerate(judged):
             answers = self._answers[name][query]
             for number in {self._queries[name][query], *answers}:
-                places_of[number].append(place)
+                judged_with[number].append(position)
                 weights[number] += query_size + len(answers) * document_size
         content_M = self._content_I[np.concatenate([query_N, documents_P])]
         rows_M = np.concatenate([np.arange(len(records)), rows_P])[content_M >= 0]
@@ -207,17 +220,18 @@ class JudgedSets:
         if estimate > seconds:
             return overlaps, estimate
 
+        # (position in `judged`, row): rows with a judged query or one of its answers, and rows whose query is alike.
         candidates = {
-            (place, row)
+            (position, row)
             for row, number in zip(rows_M.tolist(), content_M.tolist(), strict=True)
-            for place in places_of[number]
+            for position in judged_with[number]
         }
         candidates |= self._rows_alike(records, judged, distinct_M)
         rows = sorted({row for _, row in candidates})
         record_of = dict(zip(rows, records.take(rows), strict=True))
         near: dict[str, dict[str, int]] = {name: {} for name in overlaps}
-        for place, row in sorted(candidates):
-            name, query = judged[place]
+        for position, row in sorted(candidates):
+            name, query = judged[position]
             record, documents = record_of[row], [self._items[number] for number in self._answers[name][query]]
             if query in near[name] or not _alike(self._items[self._queries[name][query]], record.query):
                 continue
@@ -228,43 +242,46 @@ class JudgedSets:
     def _rows_alike(
         self, records: RecordTable, judged: Sequence[tuple[str, str]], numbers_M: NDArray[np.int64]
     ) -> set[tuple[int, int]]:
-        """Return (place in `judged`, row) of texts of queries that nearly equal each other.
+        """Return (position in `judged`, row) of texts of queries that nearly equal each other.
 
         Args:
             numbers_M: The distinct queries of the rows.
         """
-        asking = [(place, self._items[self._queries[name][query]]) for place, (name, query) in enumerate(judged)]
-        places = [place for place, item in asking if isinstance(item, str)]
-        own = [normalised(item) for _, item in asking if isinstance(item, str)]
-        numbers, bands = [numbers_M[:0]], [sketches(own)]
+        items = [self._items[self._queries[name][query]] for name, query in judged]
+        positions = [position for position, item in enumerate(items) if isinstance(item, str)]
+        queries = [normalised(item) for item in items if isinstance(item, str)]
+        # The judged queries stand before those of training; of the latter only sketches are kept, 40 bytes a text, and
+        # the texts of candidates are read again.
+        numbers, bands = [numbers_M[:0]], [sketches(queries)]
         for block_M, texts_M in records.items.text_blocks(numbers_M):
             numbers.append(block_M)
             bands.append(sketches([normalised(text) for text in texts_M.to_pylist()]))
         numbers_M = np.concatenate(numbers)
 
         def texts(at: NDArray[np.int64]) -> list[str]:
-            trained = iter(records.items.at(numbers_M[at[at >= len(own)] - len(own)]))
-            return [own[place] if place < len(own) else normalised(str(next(trained))) for place in at.tolist()]
+            trained = iter(records.items.at(numbers_M[at[at >= len(queries)] - len(queries)]))
+            return [queries[one] if one < len(queries) else normalised(str(next(trained))) for one in at.tolist()]
 
-        alike = alike_between(np.concatenate(bands, axis=1), len(own), texts)
+        alike = alike_between(np.concatenate(bands, axis=1), len(queries), texts)
+        # A query may stand in many rows: rows sorted by their query hold them as one slice.
         query_N = records.numbers("query")[1]
         order = np.argsort(query_N, kind="stable")
-        numbers_P = numbers_M[alike.second_P - len(own)]
+        numbers_P = numbers_M[alike.second_P - len(queries)]
         begins, ends = (np.searchsorted(query_N[order], numbers_P, side=side) for side in ("left", "right"))
         return {
-            (places[first], row)
+            (positions[first], row)
             for first, begin, end in zip(alike.first_P.tolist(), begins.tolist(), ends.tolist(), strict=True)
             for row in order[begin:end].tolist()
         }
 
 
 def _content(item: Item) -> str | int:
-    """Return what items have in common that are equal but for case, spaces and punctuation."""
+    """Return the identity of an item, case, spaces and punctuation aside."""
     return normalised(item) if isinstance(item, str) else content_id(item)
 
 
 def _exact(item: Item) -> str | int:
-    """Return what items have in common that are equal but for case and spaces."""
+    """Return the identity of an item, case and spaces aside."""
     if not isinstance(item, str):
         return content_id(item)
     return " ".join(unicodedata.normalize("NFKC", item).casefold().split())
@@ -308,14 +325,17 @@ def _byte_sums(texts_M: pa.Array) -> NDArray[np.uint64]:
     ends = np.unique(np.searchsorted(cuts, np.arange(cuts[0], cuts[-1], BLOCK_BYTES), side="right"))
     sums = []
     for begin, end in pairwise([0, *ends.tolist(), len(texts_M)]):
-        own = cuts[begin : end + 1]
-        if begin < end:
-            sums.append(np.add.reduceat(np.take(_WEIGHTS, codes[own[0] : own[-1]]), own[:-1] - own[0]))
+        part = cuts[begin : end + 1]
+        if begin < end:  # the last block may be empty
+            sums.append(np.add.reduceat(np.take(_WEIGHTS, codes[part[0] : part[-1]]), part[:-1] - part[0]))
     return np.concatenate(sums)
 
 
 def _among(values_M: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return which hashes are among some few; the low bits tell most apart, only the others are searched for."""
+    """Return which hashes are among some few wanted ones.
+
+    The low 20 bits settle nearly all of them by one look-up in a table of 1 MiB; only the rest is searched for.
+    """
     is_low = np.zeros(1 << 20, dtype=np.bool_)
     is_low[wanted & np.uint64(len(is_low) - 1)] = True
     among_M: NDArray[np.bool_] = is_low[values_M & np.uint64(len(is_low) - 1)]

@@ -1,4 +1,4 @@
-"""What of the data is text and what is picture: which way it is searched, and how large the pictures are."""
+"""Count the texts and pictures of a set: which way it is searched, whether a model reads it, how large pictures are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vembed.data.retrieval import RetrievalData
 
 RetrievalMode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
-"""What searches what: t for texts, i for pictures, m for pictures with a text."""
+"""Items that search, 2, items that are searched: t for texts, i for pictures, m for pictures with a text."""
 
 MODALITIES: Mapping[str, Modality] = {"t": "text", "i": "image", "m": "image+text"}
 KINDS = {letter: MODALITY_WORDS[modality][1] for letter, modality in MODALITIES.items()}
@@ -26,10 +26,9 @@ KINDS = {letter: MODALITY_WORDS[modality][1] for letter, modality in MODALITIES.
 class ItemCounts:
     """Items of one set by kind and side; the same item counts each time that it is added."""
 
-    # how many items of each kind of `KINDS` a side holds
     counts: dict[str, dict[Side, int]] = field(
         default_factory=lambda: {kind: {"query": 0, "document": 0} for kind in KINDS.values()}
-    )  # how many items of each kind of `KINDS` a side holds
+    )  # kind of `KINDS` -> side -> items
 
     @classmethod
     def of(cls, task: RetrievalData) -> ItemCounts:
@@ -41,31 +40,32 @@ class ItemCounts:
 
     def add(self, side: Side, items: Iterable[Item]) -> None:
         """Count items of one side."""
+        # One by one, for sets in memory; of records `RecordCounts` counts modalities without reading an item.
         for item in items:
             self.counts[MODALITY_WORDS[modality_of(item)][1]][side] += 1
 
     @property
     def num_pictures(self) -> int:
-        """How many items are a picture, or have one."""
+        """Number of items that are a picture, or have one."""
         return sum(sum(counts.values()) for kind, counts in self.counts.items() if kind != KINDS["t"])
 
     @property
     def has_pictures(self) -> bool:
-        """Whether any item is a picture, or has one."""
+        """True where an item is a picture, or has one."""
         return any(any(counts.values()) for kind, counts in self.counts.items() if kind != KINDS["t"])
 
     @property
     def has_texts(self) -> bool:
-        """Whether any item is a text, or has one."""
+        """True where an item is a text, or has one."""
         return any(any(counts.values()) for kind, counts in self.counts.items() if kind != KINDS["i"])
 
     def side_text(self, side: Side) -> str:
-        """Return what a side holds in words, e.g. "pictures", "texts and pictures"."""
+        """Return the kinds of items of a side in words, e.g. "pictures", "texts and pictures"."""
         return " and ".join(kind for kind, counts in self.counts.items() if counts[side])
 
     @property
     def direction(self) -> str:
-        """What searches what, in words."""
+        """The retrieval direction in words, e.g. "texts search pictures"."""
         return f"{self.side_text('query')} search {self.side_text('document')}"
 
     @property
@@ -85,32 +85,36 @@ class ItemCounts:
         if mode == "auto":
             return
         wanted = KINDS[mode[0]], KINDS[mode[2]]
-        found = self.side_text("query"), self.side_text("document")
-        if found == wanted:
+        held = self.side_text("query"), self.side_text("document")
+        if held == wanted:
             return
         sides: tuple[Side, ...] = ("query", "document")
         counts = ", ".join(
-            f"{held[side]:,} {side} {word}" for side in sides for word, held in self.counts.items() if held[side]
+            f"{by_side[side]:,} {side} {word}"
+            for side in sides
+            for word, by_side in self.counts.items()
+            if by_side[side]
         )
-        kinds = {words: letter for letter, words in KINDS.items()}
-        own = f"{kinds.get(found[0], '')}2{kinds.get(found[1], '')}"
-        own = own if own in get_args(RetrievalMode) else "auto"
+        # The mode that the data would pass; sides of several kinds, and pairs of kinds without a mode, pass auto alone.
+        letters = {words: letter for letter, words in KINDS.items()}
+        fitting = f"{letters.get(held[0], '')}2{letters.get(held[1], '')}"
+        fitting = fitting if fitting in get_args(RetrievalMode) else "auto"
         raise DataError(
             f"retrieval_mode {mode} is for data in which {wanted[0]} search {wanted[1]}, and {source} holds {counts}; "
-            f"set retrieval_mode to {own} or choose other data"
+            f"set retrieval_mode to {fitting} or choose other data"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PictureSizes:
-    """The distinct pictures of a set."""
+    """Number and sizes of the distinct pictures of a set."""
 
     count: int
-    sizes: tuple[tuple[int, int], ...]  # (width, height) of each as stored, smallest area first
+    sizes: tuple[tuple[int, int], ...]  # (width, height) of every picture as stored, smallest area first
 
     @property
     def text(self) -> str:
-        """How many, and the smallest, the median and the largest."""
+        """The number of pictures, the smallest, the median and the largest, in words."""
         if not self.count:
             return "0"
         named = (("smallest", 0), ("median", (self.count - 1) // 2), ("largest", self.count - 1))
@@ -130,21 +134,22 @@ class PictureSurvey:
 
     def add(self, items: Iterable[Item]) -> None:
         """Look at items; texts are passed over."""
+        # Headers were read when the rows were checked, but a table keeps no sizes: they are read again.
         for image in pictures_in(items):
             if (identity := content_id(image)) not in self._sizes:
                 header = check_image(image, self._limits)
                 self._sizes[identity] = header.width, header.height
 
     def result(self) -> PictureSizes:
-        """Return what was found."""
+        """Return the number and sizes of the pictures so far."""
         sizes = sorted(self._sizes.values(), key=lambda size: (size[0] * size[1], size))
         return PictureSizes(len(sizes), tuple(sizes))
 
 
 def what_is_read(modalities: Collection[Modality]) -> str:
-    """Return what a model reads and what it can't: "texts; no pictures"; "" where it reads everything."""
+    """Return the items that a model reads and those that it can't: "texts; no pictures"; "" if it reads everything."""
     unread = set(MODALITY_WORDS) - set(modalities)
-    if unread > {"image+text"}:  # who reads no pictures, or no texts, reads no pictures with a text either
+    if unread > {"image+text"}:  # a model without pictures, or without texts, reads no pictures with a text either
         unread -= {"image+text"}
     return f"{modality_words(modalities)}; no {modality_words(unread)}" if unread else ""
 
@@ -154,7 +159,7 @@ def refuse_unread(model: str, taken: Collection[Modality], sets: Mapping[str, Co
 
     Args:
         taken: Modalities that the model reads.
-        sets: Name of a set -> modalities of its items.
+        sets: Modalities of the items of a set, by its name.
 
     Raises:
         DataError: With the first such set.

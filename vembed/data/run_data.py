@@ -1,4 +1,14 @@
-"""The data of a run: what it trains on, what chooses the best checkpoint, and what the verdict is on."""
+"""Load the data of a run: rows to train on, a dev set that chooses the checkpoint, and sets that give the verdict.
+
+`load_run_data` is the only call that training makes. In this order:
+
+1. Read the sources of the training rows, refuse rows that are all alike, and join them.
+2. Read the dev, test and guard sets that are named, and compare them with the rows: rows that hold a judged query with
+   its answer leak, and are refused, left out or told, as `leak` says.
+3. Hold a dev set out of the rows where none is named, and a test set where the rows are enough for both.
+4. Count texts and pictures, and refuse sets that are searched in another way than `retrieval_mode` says.
+5. Hash it all: a run resumes over equal data only, and a verdict compares models on equal sets.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.batch import ImageLimits, Item, Side
+    from vembed.batch import ImageLimits, Side
     from vembed.data.columns import LossNeeds
     from vembed.data.keys import DataKeys
     from vembed.data.overlap import Overlap
@@ -40,7 +50,7 @@ if TYPE_CHECKING:
 SUGGESTED_SET = "builtin:stdlib-code"
 
 SHOWN_LEAKS = 3
-"""Training rows that stand in the message about leaking ones."""
+"""Training rows that a message about leaks names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,48 +63,62 @@ class FurtherSet:
 
     @property
     def folder(self) -> str:
-        """What holds its results, below `evaluation/`."""
+        """Name of the folder of its results, below `evaluation/`."""
         return f"{self.role}-{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data, checked."""
+    """The checked data of a run."""
 
     records: RecordTable  # to train on
     dev: RetrievalData | None  # set that chooses the best checkpoint
     test: RetrievalData | None  # set of the verdict, the first of several
     notes: tuple[str, ...]  # what was held out, skipped or ignored, one plain sentence each
-    counts: RecordCounts  # what the training records hold
+    counts: RecordCounts  # of the training records
     fingerprint: str  # hash of the training records and of the dev and test sets
     hashes: Mapping[str, str]  # "training", "dev", "test" or a further set's folder -> hash of its content
     num_invalid: int = 0  # rows of the training data that were skipped because they can't be used
-    sources: tuple[str, ...] = ()  # what the training records were read from
-    read: Mapping[str, str] = field(default_factory=dict)  # what was read of each source, by label, for the plan
+    sources: tuple[str, ...] = ()  # paths of the training records
+    read: Mapping[str, str] = field(default_factory=dict)  # rows, columns and an example of each source, by label
     more_facts: tuple[tuple[str, str], ...] = ()  # what the run did with them, as (label, value)
     further: tuple[FurtherSet, ...] = ()  # other test sets, and guard sets
-    judged: JudgedSets | None = None  # sets that were given, compared with the training rows
-    overlaps: Mapping[str, Overlap] = field(default_factory=dict)  # what came of it, by the names of `hashes`
+    judged: JudgedSets | None = None  # sets that are named in the keys, compared with the training rows
+    overlaps: Mapping[str, Overlap] = field(default_factory=dict)  # of that comparison, by the names of `hashes`
     corpus: ItemTable | None = None  # further documents that negatives are mined from
 
     def with_corpus(self, corpus: ItemTable) -> RunData:
         """Return the data with further documents that negatives are mined from."""
+        # A run over another corpus mines other negatives, so it must not resume over this one.
         both = hashlib.sha256(self.fingerprint.encode() + corpus.ids.astype("<i8").tobytes()).hexdigest()
         return replace(self, corpus=corpus, fingerprint=both)
 
     @property
     def sets(self) -> dict[str, RetrievalData]:
         """Every set that is evaluated, by the names of `hashes`."""
-        sets = {"dev": self.dev, "test": self.test, **{each.folder: each.task for each in self.further}}
+        sets = {"dev": self.dev, "test": self.test, **{further.folder: further.task for further in self.further}}
         return {name: task for name, task in sets.items() if task is not None}
 
     def set_facts(self) -> dict[str, str]:
         """Return the sizes of the dev, test and guard sets and what they share with the training rows, by label."""
         lines: dict[str, list[str]] = {}
-        for name, task in self.sets.items():
-            overlap = f"; {self.overlaps[name].line}" if name in self.overlaps else ""
-            lines.setdefault(f"{name.partition('-')[0]} set", []).append(_task_fact(task) + overlap)
+        for label, line in self._set_lines():
+            lines.setdefault(label, []).append(line)
         return {label: redact(" | ".join(of_role)) for label, of_role in lines.items()}
+
+    def _set_lines(self) -> list[tuple[str, str]]:
+        """Return ("test set", size and overlap) of every set; several of a role have one label."""
+        lines = []
+        for name, task in self.sets.items():
+            items = ItemCounts.of(task)
+            line = f"{task.name}: {len(task.queries)} queries, {len(task.documents)} documents"
+            if task.grades:
+                num_pairs = sum(map(len, task.grades.values()))
+                line += f", {num_pairs} pairs with a {'grade' if task.kind == 'grade' else 'truth'}"
+            line += f"; {items.direction}" if items.has_pictures else ""
+            line += f"; {self.overlaps[name].line}" if name in self.overlaps else ""
+            lines.append((f"{name.partition('-')[0]} set", line))
+        return lines
 
     def leaks(self) -> list[str]:
         """Return a sentence for each set with queries that training rows hold with an answer."""
@@ -124,8 +148,8 @@ class RunData:
             ("rows skipped because they can't be used", str(self.num_invalid)),
         ]
         if len(self.sources) > 1:
-            each = np.bincount(self.records.sources, minlength=len(self.sources))
-            facts[1:1] = [(f"of {path}", str(count)) for path, count in zip(self.sources, each.tolist(), strict=True)]
+            rows = np.bincount(self.records.sources, minlength=len(self.sources))
+            facts[1:1] = [(f"of {path}", str(count)) for path, count in zip(self.sources, rows.tolist(), strict=True)]
         if self.corpus is not None:
             facts.append(("further documents to mine from", str(len(self.corpus))))
         if counts.items.has_pictures:
@@ -133,16 +157,13 @@ class RunData:
                 ("training direction", counts.items.direction),
                 ("distinct pictures in them", counts.pictures.text),
             ]
-        facts += self.read.items()
-        for name, task in self.sets.items():
-            overlap = f"; {self.overlaps[name].line}" if name in self.overlaps else ""
-            facts.append((f"{name.partition('-')[0]} set", _task_fact(task) + overlap))
+        facts += [*self.read.items(), *self._set_lines()]
         return [*facts, *self.more_facts, *(("note", note) for note in self.notes)]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordCounts:
-    """What records hold."""
+    """Numbers of queries, documents and pictures of records."""
 
     num_records: int
     num_documents: int  # positives and negatives, repeated ones counted again
@@ -154,7 +175,8 @@ class RecordCounts:
 
     @classmethod
     def of(cls, records: RecordTable, image_limits: ImageLimits) -> RecordCounts:
-        """Count; of pictures the headers are read."""
+        """Count queries, documents and repeats; of pictures the headers are read."""
+        # All but the survey of pictures works on ids and modalities: no text of a million rows becomes a Python object.
         queries = records.column("query").to_numpy()
         (_, positives), (_, negatives) = map(records.lists, ("positives", "negatives"))
         documents = np.concatenate([positives, negatives])
@@ -162,8 +184,8 @@ class RecordCounts:
         sides: dict[Side, NDArray[np.int64]] = {"query": queries, "document": documents}
         items = ItemCounts(
             {
-                words: {side: int((modalities[numbers] == place).sum()) for side, numbers in sides.items()}
-                for place, (_, words) in enumerate(MODALITY_WORDS.values())
+                words: {side: int((modalities[numbers] == code).sum()) for side, numbers in sides.items()}
+                for code, (_, words) in enumerate(MODALITY_WORDS.values())
             }
         )
         survey = PictureSurvey(image_limits)
@@ -202,26 +224,53 @@ def all_sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str
     Raises:
         DataError: No training data is named.
     """
-    found = _sources(keys, loss)
+    sources = _training_sources(keys, loss)
     if keys.val_data_path is not None:
-        found.append((keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys, loss)))
-    return [*found, *_judged(keys, loss)]
+        sources.append((keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys, loss)))
+    return [*sources, *_verdict_sources(keys, loss)]
+
+
+def _training_sources(keys: DataKeys, loss: LossNeeds | None) -> list[tuple[str, SourceOptions]]:
+    if keys.data is None and keys.data_path is None:
+        raise DataError(f"data_path is not set; --config_override data_path={SUGGESTED_SET} trains on a built-in set")
+    if keys.data_path is not None:
+        return [(keys.data_path, SourceOptions("train", keys.data_split, keys, loss))]
+    # An entry of `data` reads its columns and needs those of its loss; it is read by the run's other keys.
+    sources = []
+    for number, source in enumerate(keys.data or ()):
+        mapping = keys.column_mapping if source.column_mapping is None else source.column_mapping
+        source_keys = keys.model_copy(update={"column_mapping": mapping})
+        needs = None if loss is None else loss.for_source(number)
+        sources.append((source.path, SourceOptions("train", source.split, source_keys, needs)))
+    return sources
+
+
+def _verdict_sources(keys: DataKeys, loss: LossNeeds | None) -> list[tuple[str, SourceOptions]]:
+    tests = SourceOptions("test", keys.test_data_split, keys, loss)
+    guards = SourceOptions("guard", keys.guard_data_split, keys, loss)
+    return [
+        *((path, tests) for path in listed(keys.test_data_path)),
+        *((path, guards) for path in listed(keys.guard_data)),
+    ]
 
 
 def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, loss: LossNeeds | None = None) -> RunData:
     """Read and check all data of a run.
 
     Args:
-        needs_dev: Whether a dev set is held out where none is given.
-        divides: Whether what is held out is divided into a dev set and a test set where none is given of both.
+        needs_dev: Hold a dev set out where none is named.
+        divides: Divide what is held out into a dev set and a test set where none is named of both.
+        loss: Columns that the loss needs.
 
     Raises:
         DataError: No training data is named, or any data is missing or broken, or is searched in another way than
             `retrieval_mode` says, or training rows hold judged pairs and `leak` refuses that.
     """
+    # 1. The training rows. All paths are looked at before the first row is read, which may take minutes.
     refuse_missing_data(keys)
-    sources = _sources(keys, loss)
-    paths, parts = [path for path, _ in sources], [load_records(path, options) for path, options in sources]
+    sources = _training_sources(keys, loss)
+    paths = [path for path, _ in sources]
+    parts = [load_records(path, options) for path, options in sources]
     loaded = _joined(parts, paths)
     if keys.source_batches == "single":  # each batch is of one source, so each source must teach something by itself
         for number, (path, part) in enumerate(zip(paths, parts, strict=True)):
@@ -229,173 +278,102 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
     else:
         _refuse_alike(loaded, " and ".join(paths), loss)
     records, notes = loaded.table, list(loaded.notes)
+
+    # 2. The sets that are named. Only they can leak: what is held out shares no query or positive with the rest.
     dev = None
     if keys.val_data_path is not None:
         options = SourceOptions("validation", keys.val_data_split, keys, loss)
         dev = load_retrieval(keys.val_data_path, options, takes_pairs=True)
-    judged = _told_apart(_judged(keys, loss))
-    test = judged.pop(0)[1] if keys.test_data_path else None
-    further = tuple(
-        FurtherSet("guard" if role == "guard" else "test", number, task)
-        for number, (role, task) in enumerate(judged, start=1)
-    )
-    given = {"dev": dev, "test": test, **{each.folder: each.task for each in further}}
-    compared = {name: task for name, task in given.items() if task is not None}
-    judged_sets = JudgedSets(compared, records) if compared else None
-    uses: dict[str, NDArray[np.int64]] = {}  # what rows are for that aren't trained on -> their sources
-    if judged_sets is not None and keys.leak != "warn":
-        leaking = _leaking_rows(judged_sets.overlaps(records), records, compared, refuses=keys.leak == "refuse")
-        if len(leaking):
-            uses["left out (leak: drop)"] = records.sources[leaking]
+    test, further = _read_verdict_sets(keys, loss)
+    named = {"dev": dev, "test": test, **{other.folder: other.task for other in further}}
+    compared = {name: task for name, task in named.items() if task is not None}
+    judged = JudgedSets(compared, records) if compared else None
+    untrained: dict[str, NDArray[np.int64]] = {}  # what rows are for that aren't trained on -> their sources
+    if judged is not None and keys.leak != "warn":
+        leaking = _leaking_rows(judged.overlaps(records), records, compared, refuses=keys.leak == "refuse")
+        if leaking:
+            untrained["left out (leak: drop)"] = records.sources[leaking]
             records = records.subset(np.delete(np.arange(len(records)), leaking))
+
+    # 3. The held-out sets, of what is left: rows that leak into a named test set are out by now.
     if dev is None and needs_dev:
         split = hold_out(records, fraction=None if keys.val_fraction == "auto" else keys.val_fraction)
         notes += split.notes
         halves = divide(records, split) if divides and test is None else None
         if halves is None:
             dev = held_out_task(records, split, keys.label_kind)
-            uses["dev"] = records.sources[split.held_out_rows]
+            untrained["dev"] = records.sources[split.held_out_rows]
         else:
             dev, test = (
                 held_out_task(records, half, keys.label_kind, name=f"held-out {name}")
                 for half, name in zip(halves, ("dev", "test"), strict=True)
             )
-            uses |= {
-                name: records.sources[half.held_out_rows] for half, name in zip(halves, ("dev", "test"), strict=True)
-            }
+            for half, name in zip(halves, ("dev", "test"), strict=True):
+                untrained[name] = records.sources[half.held_out_rows]
             notes.append("They are divided by content: one half chooses the checkpoint, the other gives the verdict.")
         records = records.subset(split.train_rows)
     notes += () if dev is None or dev.grades else resolution_notes(len(dev.queries))
+
+    # 4. Counts and directions, after rows were left out and held out: the numbers are those of what is trained on.
     counts = RecordCounts.of(records, sources[0][1].image_limits)
-    counts.items.require(keys.retrieval_mode, " and ".join(path for path, _ in sources))
-    given |= {"dev": dev, "test": test}
-    named = {name: task for name, task in given.items() if task is not None}
-    tasks = list(named.values())
-    guards = [each.task for each in further if each.role == "guard"]
-    for task in tasks:
-        if not any(task is guard for guard in guards):  # those may be of any kind
-            ItemCounts.of(task).require(keys.retrieval_mode, task.name)
+    counts.items.require(keys.retrieval_mode, " and ".join(paths))
+    tasks = {name: task for name, task in (named | {"dev": dev, "test": test}).items() if task is not None}
+    guards = {other.folder for other in further if other.role == "guard"}
+    any_pictures = counts.items.has_pictures
+    for name, task in tasks.items():
+        items = ItemCounts.of(task)
+        any_pictures |= items.has_pictures
+        if name not in guards:  # those may be of any kind
+            items.require(keys.retrieval_mode, task.name)
         notes += task.notes
-    if keys.image_root is not None and not _any_pictures(counts, tasks):
+    if keys.image_root is not None and not any_pictures:
         notes.append("image_root has no effect: the data hold no pictures.")
-    fingerprint, hashes = _hashes(records, named)
+
+    # 5. Hashes.
+    whole, hashes = hashlib.sha256(records.fingerprint.encode()), {"training": records.fingerprint}
+    for name, task in tasks.items():
+        hashes[name] = content_hash(task, whole)
+    # Equal by content, not by path: a copy of the dev set gives no verdict of its own either.
     if divides and hashes.get("test") in (None, hashes["dev"]):
         which = "the test set is the dev set" if test else "no test set"
-        more = f" (half of {2 * ENOUGH_QUERIES} or more held-out queries would be one)" if "dev" in uses else ""
+        more = f" (half of {2 * ENOUGH_QUERIES} or more held-out queries would be one)" if "dev" in untrained else ""
         notes.append(
             f"{which}{more}: the verdict is on the rows that choose the checkpoint; give other test_data_path."
         )
-    return RunData(
-        records,
-        dev,
-        test,
-        tuple(notes),
-        counts,
-        fingerprint,
-        hashes,
-        loaded.num_invalid,
-        tuple(paths),
-        _read(paths, parts, {use: np.bincount(sources, minlength=len(parts)) for use, sources in uses.items()}),
-        further=further,
-        judged=judged_sets,
-        overlaps={} if judged_sets is None else judged_sets.overlaps(records),
-    )
 
-
-def _leaking_rows(
-    overlaps: Mapping[str, Overlap], records: RecordTable, tasks: Mapping[str, RetrievalData], *, refuses: bool
-) -> list[int]:
-    """Return the rows that hold a judged query with an answer.
-
-    Raises:
-        DataError: There are some and they are refused, or no other row is left.
-    """
-    names_of = {
-        row: tasks[name].name for name, each in overlaps.items() for rows in each.trained.values() for row in rows
-    }
-    leaking = sorted(names_of)
-    if not leaking or (not refuses and len(leaking) < len(records)):
-        return leaking
-    names = " and ".join(sorted(set(names_of.values())))
-    shown = records.take(leaking[:SHOWN_LEAKS])
-    examples = "".join(f"\n  {record.location}: {example(record)}" for record in shown)
-    cure = (
-        "leak is refuse: set it to drop to leave these rows out, or give other sets"
-        if refuses
-        else "leak: drop leaves no row to train on; give other sets, or other training data"
-    )
-    what = f"{len(leaking):,} of {plural(len(records), 'training row')} hold a query of {names} with an answer"
-    raise DataError(redact(f"{what}:{examples}\n{cure}"))
-
-
-def _judged(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:
-    """Return the path of each test set and each guard set, and how it is read."""
-    tests, guards = (
-        SourceOptions("test", keys.test_data_split, keys, loss),
-        SourceOptions("guard", keys.guard_data_split, keys, loss),
-    )
-    return [
-        *((path, tests) for path in listed(keys.test_data_path)),
-        *((path, guards) for path in listed(keys.guard_data)),
-    ]
-
-
-def _told_apart(sources: Sequence[tuple[str, SourceOptions]]) -> list[tuple[str, RetrievalData]]:
-    """Read test and guard sets and return each one's role and task; names that repeat become their paths."""
-    tasks = [load_retrieval(path, options, takes_pairs=True) for path, options in sources]
-    counts = Counter(task.name for task in tasks)
-    found: list[tuple[str, RetrievalData]] = []
-    for (path, options), task in zip(sources, tasks, strict=True):
-        whole = redact(f"{path}/{options.split}" if options.split else path)
-        found.append((options.role, replace(task, name=whole) if counts[task.name] > 1 else task))
-    return found
-
-
-def _sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:
-    """Return the path of each source of the training data, and how it is read.
-
-    Raises:
-        DataError: No training data is named.
-    """
-    if keys.data is None and keys.data_path is None:
-        raise DataError(f"data_path is not set; --config_override data_path={SUGGESTED_SET} trains on a built-in set")
-    if keys.data_path is not None:
-        return [(keys.data_path, SourceOptions("train", keys.data_split, keys, loss))]
-    found = []
-    for number, source in enumerate(keys.data or ()):
-        mapping = keys.column_mapping if source.column_mapping is None else source.column_mapping
-        own = keys.model_copy(update={"column_mapping": mapping})
-        needs = None if loss is None else loss.for_source(number)
-        found.append((source.path, SourceOptions("train", source.split, own, needs)))
-    return found
-
-
-def _read(
-    paths: Sequence[str], loaded: Sequence[LoadedRecords], uses: Mapping[str, NDArray[np.int64]]
-) -> dict[str, str]:
-    """Return what was read of each source; the labels of several are numbered.
-
-    Args:
-        uses: What rows are for that aren't trained on -> how many of each source.
-    """
     read: dict[str, str] = {}
-    for place, (path, part) in enumerate(zip(paths, loaded, strict=True)):
-        end = f" {place + 1}" if len(loaded) > 1 else ""
-        counts = {use: int(count[place]) for use, count in uses.items()}
-        read |= {f"{label}{end}": line for label, line in describe(path, part, parts=counts).items()}
-    return read
+    per_source = {use: np.bincount(rows, minlength=len(parts)).tolist() for use, rows in untrained.items()}
+    for number, (path, part) in enumerate(zip(paths, parts, strict=True)):
+        end = f" {number + 1}" if len(parts) > 1 else ""  # the labels of several sources are numbered
+        lines = describe(path, part, parts={use: rows[number] for use, rows in per_source.items()})
+        read |= {f"{label}{end}": line for label, line in lines.items()}
+    return RunData(
+        records=records,
+        dev=dev,
+        test=test,
+        notes=tuple(notes),
+        counts=counts,
+        fingerprint=whole.hexdigest(),
+        hashes=hashes,
+        num_invalid=loaded.num_invalid,
+        sources=tuple(paths),
+        read=read,
+        further=further,
+        judged=judged,
+        overlaps={} if judged is None else judged.overlaps(records),
+    )
 
 
-def _joined(loaded: Sequence[LoadedRecords], paths: Sequence[str]) -> LoadedRecords:
-    """Return the records of all sources; which columns were ignored stands in what was read."""
-    loaded = [
-        replace(each, notes=tuple(note for note in each.notes if note not in each.columns.notes)) for each in loaded
+def _joined(parts: Sequence[LoadedRecords], paths: Sequence[str]) -> LoadedRecords:
+    """Return the records of all sources as one; which columns were ignored stands in what was read, not in notes."""
+    parts = [
+        replace(part, notes=tuple(note for note in part.notes if note not in part.columns.notes)) for part in parts
     ]
-    if len(loaded) == 1:
-        return loaded[0]
-    notes = tuple(f"{path}: {note}" for path, each in zip(paths, loaded, strict=True) for note in each.notes)
-    table = RecordTable.joined([each.table for each in loaded])
-    return LoadedRecords(table, notes, sum(each.num_invalid for each in loaded))
+    if len(parts) == 1:
+        return parts[0]
+    notes = tuple(f"{path}: {note}" for path, part in zip(paths, parts, strict=True) for note in part.notes)
+    table = RecordTable.joined([part.table for part in parts])
+    return LoadedRecords(table, notes, sum(part.num_invalid for part in parts))
 
 
 def _refuse_alike(loaded: LoadedRecords, path: str, loss: LossNeeds | None) -> None:
@@ -407,7 +385,7 @@ def _refuse_alike(loaded: LoadedRecords, path: str, loss: LossNeeds | None) -> N
         DataError: Names the file, the column and what to do.
     """
     table, takes = loaded.table, ("positives",) if loss is None else loss.takes
-    if len(table) < 2:
+    if len(table) < 2:  # one row is refused later, in better words
         return
     classes_N, classes = table.classes
     _, scores_M = table.listed
@@ -436,62 +414,80 @@ def _refuse_alike(loaded: LoadedRecords, path: str, loss: LossNeeds | None) -> N
     raise DataError(f"{path}: all {len(table):,} rows {alike}, so {why} and nothing can be learnt; {cure}")
 
 
-def _any_pictures(counts: RecordCounts, tasks: Sequence[RetrievalData]) -> bool:
-    """Return whether any set of a run has a picture."""
-    return counts.items.has_pictures or any(ItemCounts.of(task).has_pictures for task in tasks)
+def _read_verdict_sets(keys: DataKeys, loss: LossNeeds | None) -> tuple[RetrievalData | None, tuple[FurtherSet, ...]]:
+    """Return the test set of the verdict, and the other test sets and the guard sets; repeated names become paths."""
+    sources = _verdict_sources(keys, loss)
+    tasks = [load_retrieval(path, options, takes_pairs=True) for path, options in sources]
+    num_of_name = Counter(task.name for task in tasks)
+    for number, (path, options) in enumerate(sources):
+        if num_of_name[tasks[number].name] > 1:
+            whole = redact(f"{path}/{options.split}" if options.split else path)
+            tasks[number] = replace(tasks[number], name=whole)
+    test = tasks[0] if keys.test_data_path else None
+    others = list(zip(sources, tasks, strict=True))[0 if test is None else 1 :]
+    return test, tuple(
+        FurtherSet("guard" if options.role == "guard" else "test", number, task)
+        for number, ((_, options), task) in enumerate(others, start=1)
+    )
 
 
-def _task_fact(task: RetrievalData) -> str:
-    """Return what a set holds; where there are pictures, also what searches what."""
-    items = ItemCounts.of(task)
-    sizes = f"{task.name}: {len(task.queries)} queries, {len(task.documents)} documents"
-    if task.grades:
-        sizes += f", {sum(map(len, task.grades.values()))} pairs with a {'grade' if task.kind == 'grade' else 'truth'}"
-    return f"{sizes}; {items.direction}" if items.has_pictures else sizes
+def _leaking_rows(
+    overlaps: Mapping[str, Overlap], records: RecordTable, tasks: Mapping[str, RetrievalData], *, refuses: bool
+) -> list[int]:
+    """Return the rows that hold a judged query with an answer.
 
-
-def _hashes(records: RecordTable, tasks: Mapping[str, RetrievalData]) -> tuple[str, dict[str, str]]:
-    """Return one hash (hex) of all that a run reads, and that of each part by name.
-
-    The verdict compares a baseline with a final of the same set, and runs are compared on sets of equal content.
+    Raises:
+        DataError: There are some and they are refused, or no other row is left.
     """
-    whole = hashlib.sha256(records.fingerprint.encode())
-    hashes = {"training": records.fingerprint}
-    for name, task in tasks.items():
-        own = hashlib.sha256()
-        for line in _content_lines(task):
-            whole.update(line)
-            own.update(line)
-        hashes[name] = own.hexdigest()
-    return whole.hexdigest(), hashes
+    names_of = {
+        row: tasks[name].name for name, overlap in overlaps.items() for rows in overlap.trained.values() for row in rows
+    }
+    leaking = sorted(names_of)
+    if not leaking or (not refuses and len(leaking) < len(records)):
+        return leaking
+    names = " and ".join(sorted(set(names_of.values())))
+    shown = records.take(leaking[:SHOWN_LEAKS])
+    examples = "".join(f"\n  {record.location}: {example(record)}" for record in shown)
+    cure = (
+        "leak is refuse: set it to drop to leave these rows out, or give other sets"
+        if refuses
+        else "leak: drop leaves no row to train on; give other sets, or other training data"
+    )
+    what = f"{len(leaking):,} of {plural(len(records), 'training row')} hold a query of {names} with an answer"
+    raise DataError(redact(f"{what}:{examples}\n{cure}"))
 
 
-def content_hash(task: RetrievalData) -> str:
-    """Return the hash (hex) of a set's queries, documents, judgements and limits, whatever it is called."""
+def content_hash(task: RetrievalData, whole: hashlib._Hash | None = None) -> str:
+    """Return the hash (hex) of a set's queries, documents, judgements and limits, whatever it is called.
+
+    Args:
+        whole: Hash of several sets, which is fed the same bytes: pictures are read once for both.
+    """
     digest = hashlib.sha256()
     for line in _content_lines(task):
         digest.update(line)
+        if whole is not None:
+            whole.update(line)
     return digest.hexdigest()
 
 
 def _content_lines(task: RetrievalData) -> Iterator[bytes]:
     for part in (task.queries, task.documents, task.qrels):
         for key, value in part.items():
-            yield json.dumps((key, _fingerprint_of(value))).encode()
+            content: object = value  # a text, or judgements; of a picture what it shows, wherever it lies
+            if isinstance(value, Composed):
+                first, *more = (content_id(image) for image in value.images)
+                content = {"picture": first, "text": value.text} | ({"further": more} if more else {})
+            elif isinstance(value, Image):
+                content = {"picture": content_id(value)}
+            yield json.dumps((key, content)).encode()
         yield b"\n"
+    # Parts that most sets don't have are left out when they are empty, so that their hash is that of older versions.
     if task.grades:
         yield json.dumps([task.kind, *task.grades.items()]).encode()
     for limits in (task.excluded, task.candidates):
         if limits:
             yield json.dumps([(query, sorted(ids)) for query, ids in limits.items()]).encode()
-
-
-def _fingerprint_of(value: Item | Mapping[str, int]) -> object:
-    """Return a text or judgements as they are, and of a picture what it shows, wherever it lies."""
-    if isinstance(value, Composed):
-        first, *more = (content_id(image) for image in value.images)
-        return {"picture": first, "text": value.text} | ({"further": more} if more else {})
-    return {"picture": content_id(value)} if isinstance(value, Image) else value
 
 
 def record_texts(records: RecordTable) -> Iterator[str]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vembed.batch import Modality
     from vembed.data.builtin import Rows
     from vembed.data.columns import ColumnsRead, LossNeeds
-    from vembed.data.image_root import ImageRoot
+    from vembed.data.images import ImageRoot
     from vembed.data.table import RecordTable
     from vembed.data.tables import TableForm
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vembed.batch import ImageLimits
 from vembed.data.columns import closest
-from vembed.data.image_root import ImageRoot
+from vembed.data.images import ImageRoot
 from vembed.data.keys import DataKeys
 from vembed.data.problems import ProblemLog
 from vembed.errors import DataError

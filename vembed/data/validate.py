@@ -11,8 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.batch import Composed, Image, pictures_in
-from vembed.data.image_root import ImageRoot, PictureFault, joined_pictures
-from vembed.data.images import ImageError, item_id
+from vembed.data.images import ImageError, ImageRoot, PictureFault, item_id, joined_pictures
 from vembed.data.texts import describe, part_fault, text_fault, title_and_text
 from vembed.errors import DataError
 from vembed.text import quoted

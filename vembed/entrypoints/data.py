@@ -102,7 +102,7 @@ def _show(given: Mapping[str, Any]) -> int:
     options = check(ShowOptions, given)
     rows = _source(options, "train", options.split)
     _refuse_missing({options.path: rows})
-    from vembed.workflows.data_check.show import shown_rows
+    from vembed.workflows.data_check.report import shown_rows
 
     encode = _encoder(options, 1)  # it only counts tokens
     for line in shown_rows(options.path, rows, options.rows, None if encode is None else encode.encoder):

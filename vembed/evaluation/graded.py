@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from vembed.data.python_inputs import refuse_other_modalities
+from vembed.data.python_rows import refuse_other_modalities
 from vembed.data.retrieval_sources import source_name
 from vembed.data.sources import load_records
 from vembed.errors import DataError

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from vembed.batch import Composed, Image, modality_words
-from vembed.data.python_inputs import as_png
+from vembed.data.python_rows import as_png
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
 from vembed.evaluation.provenance import digest, features_digest, model_key
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from vembed.api.model import EmbeddingModel
     from vembed.batch import Modality
-    from vembed.data.python_inputs import ItemInput
+    from vembed.data.python_rows import ItemInput
     from vembed.models.encoder import Encoder
 
 Encode = TypeVar("Encode", bound="Callable[..., Any]")

@@ -10,9 +10,8 @@ import numpy as np
 from vembed.batch import ImageLimits
 from vembed.data.arrangements import ByClass, Contents, WithoutRepeats
 from vembed.data.corpus import Corpus, CorpusOptions
-from vembed.data.mixture import Mixture
 from vembed.data.run_data import load_run_data
-from vembed.data.sampler import GlobalSampler
+from vembed.data.sampler import GlobalSampler, Mixture
 from vembed.data.table import ItemColumn
 from vembed.errors import DataError
 from vembed.files import home_path

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 
 from vembed.batch import Ragged
-from vembed.data.clusters import HardBatches
+from vembed.data.arrangements import HardBatches
 from vembed.errors import MachineError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.evaluation.provenance import digest, model_key

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.batch import MODALITY_WORDS
-from vembed.data.clusters import BLOCK_ROWS, TINY, whole_numbers
+from vembed.data.arrangements import BLOCK_ROWS, TINY, whole_numbers
 from vembed.errors import ConfigError
 from vembed.evaluation.provenance import model_key
 from vembed.text import every

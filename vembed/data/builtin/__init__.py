@@ -1,10 +1,16 @@
 """Data sets that code makes: our own, made from what is installed without any download, and those of plugins.
 
 Here: one file per set of our own, and `register_dataset`. Not here: how records are checked or batched.
+
+A set is a function from a split to rows, and that is all that a plugin writes (CONTRIBUTING.md, "Add a built-in set").
+One of our own is the same in a file of this folder, wrapped in a `BuiltinSet` that `DATASETS` of registry.py names, so
+that a list of names imports none of them. Its rows must be equal on every machine: a split is a function of hashes
+(`role_by_hash`), never of a random generator, and its test pins the numbers.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 from vembed.data.columns import closest
@@ -24,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class BuiltinSet(NamedTuple):
-    """What stands behind `builtin:NAME`."""
+    """Functions behind `builtin:NAME`."""
 
     rows: MakeRows  # of one split; dictionaries are checked as rows of a file are
     retrieval: Callable[[Role], RetrievalData] | None = None  # where a row names only some of what is relevant
-    holds_pictures: bool = False  # known without making the set; a plugin's set isn't known
+    holds_pictures: bool = False  # known without making the set; of a plugin's set it isn't known
 
 
 @overload
@@ -49,14 +55,13 @@ def register_dataset(
     Raises:
         ConfigError: The name is taken.
     """
-    if rows is None:
-        return lambda function: _registered(function, retrieval)
-    return _registered(rows, retrieval)
 
+    # `@register_dataset` gets the function at once, `@register_dataset(retrieval=...)` afterwards.
+    def register(rows: MakeRows) -> MakeRows:
+        DATASETS.register(rows.__name__.replace("_", "-"), BuiltinSet(rows, retrieval), module=rows.__module__)
+        return rows
 
-def _registered(rows: MakeRows, retrieval: Callable[[Role], RetrievalData] | None) -> MakeRows:
-    DATASETS.register(rows.__name__.replace("_", "-"), BuiltinSet(rows, retrieval), module=rows.__module__)
-    return rows
+    return register if rows is None else register(rows)
 
 
 def load_builtin(name: str, split: str) -> Rows:
@@ -66,8 +71,8 @@ def load_builtin(name: str, split: str) -> Rows:
         DataError: There is no such set or split.
         MachineError: What the set is made from is not installed.
     """
-    made, role = _find(name, split)
-    return made.rows(role)
+    builtin, role = _find(name, split)
+    return builtin.rows(role)
 
 
 def load_builtin_retrieval(name: str, split: str) -> RetrievalData | None:
@@ -76,12 +81,13 @@ def load_builtin_retrieval(name: str, split: str) -> RetrievalData | None:
     Raises:
         DataError: There is no such set or split.
     """
-    made, role = _find(name, split)
-    return None if made.retrieval is None else made.retrieval(role)
+    builtin, role = _find(name, split)
+    return None if builtin.retrieval is None else builtin.retrieval(role)
 
 
 def holds_pictures(path: str) -> bool:
     """Return whether `builtin:NAME` is one of our sets with pictures."""
+    # Asked before any row is made, to say early that a model of texts can't read the set.
     name = path.partition(":")[2]
     return name in DATASETS and bool(DATASETS.load(name).holds_pictures)
 
@@ -91,8 +97,21 @@ def _find(name: str, split: str) -> tuple[BuiltinSet, Role]:
         names = DATASETS.names()
         msg = f"no built-in data set {name!r}{closest(name, names)}; there are: {', '.join(names)}"
         raise DataError(msg)
-    role = role_of(split)
+    role = role_of(split)  # by any of its names: dev, val and validation are one
     if role is None:
         msg = f"builtin:{name} has no split {split!r}; it has: train, dev, test"
         raise DataError(msg)
     return DATASETS.load(name), role
+
+
+def hash_of(text: str) -> int:
+    """Return 64 bits of the SHA-256 of a text, equal on every machine and in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def role_by_hash(group: str) -> Role:
+    """Return the split of rows that must stay together: of all names of groups 80% train, 10% validation, 10% test."""
+    bucket = hash_of(group) % 10
+    if bucket < 8:
+        return "train"
+    return "validation" if bucket == 8 else "test"

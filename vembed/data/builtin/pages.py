@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from functools import lru_cache
 from io import BytesIO
@@ -20,7 +19,7 @@ import PIL.ImageDraw
 import PIL.ImageFont
 
 from vembed.batch import Image
-from vembed.data.builtin import BuiltinSet
+from vembed.data.builtin import BuiltinSet, hash_of, role_by_hash
 from vembed.data.splits import SPLIT_NAMES
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
@@ -58,7 +57,10 @@ SIZE = (192, 112)
 """Width and height of a page in pixels of the font; a line takes 16 of them, and a letter 6 x 11."""
 
 COLUMNS = (16, 64, 128)
-"""Where kind, adjective and noun begin."""
+"""Left edges of kind, adjective and noun, in pixels of the font."""
+
+# Pillow's bitmap font, decoded once for all pages. A TrueType font needs FreeType, whose pixels differ by version.
+FONT = lru_cache(maxsize=1)(PIL.ImageFont.load_default_imagefont)
 
 
 class Line(NamedTuple):
@@ -86,10 +88,15 @@ def load(role: Role) -> LoadedRecords:
 @lru_cache(maxsize=3)
 def pages_of(role: Role) -> tuple[tuple[Line, ...], ...]:
     """Return the lines of each page of a split."""
-    of_kind = {kind: iter(_lines(kind, role)) for kind in KINDS}
+    of_kind = {}
+    for kind in KINDS:
+        lines = (Line(kind, *words) for words in itertools.product(ADJECTIVES, NOUNS))
+        of_split = (line for line in lines if role_by_hash(f"split|{' '.join(line)}") == role)
+        of_kind[kind] = iter(sorted(of_split, key=_hash))
     pages = []
     for number in range(NUM_PAGES[role]):
-        kinds = [KINDS[(number + place) % len(KINDS)] for place in range(LINES)]
+        # A page starts one kind later than the one before: 5 of the 8 kinds, and all kinds are used up alike.
+        kinds = [KINDS[(number + offset) % len(KINDS)] for offset in range(LINES)]
         pages.append(tuple(sorted((next(of_kind[kind]) for kind in kinds), key=_hash)))
     return tuple(pages)
 
@@ -103,7 +110,7 @@ def draw_page(lines: tuple[Line, ...], number: int) -> bytes:
     """Draw a page as a black and white BMP."""
     canvas = PIL.Image.new("1", SIZE, 1)
     pen = PIL.ImageDraw.Draw(canvas)
-    font = _font()
+    font = FONT()
     pen.text((COLUMNS[0], 2), "REGISTER", fill=0, font=font)
     pen.text((COLUMNS[2], 2), f"page {number + 1}", fill=0, font=font)
     pen.line((COLUMNS[0], 14, SIZE[0] - COLUMNS[0], 14), fill=0)
@@ -115,26 +122,8 @@ def draw_page(lines: tuple[Line, ...], number: int) -> bytes:
     return buffer.getvalue()
 
 
-@lru_cache(maxsize=1)
-def _font() -> PIL.ImageFont.ImageFont:
-    return PIL.ImageFont.load_default_imagefont()
-
-
-def _lines(kind: str, role: Role) -> list[Line]:
-    """Return the lines of a kind in a split, in order of their hashes: 80% train, 10% validation, 10% test."""
-    lines = (Line(kind, *words) for words in itertools.product(ADJECTIVES, NOUNS))
-    return sorted((line for line in lines if _role_of(line) == role), key=_hash)
-
-
-def _role_of(line: Line) -> Role:
-    bucket = _hash(line, "split") % 10
-    if bucket < 8:
-        return "train"
-    return "validation" if bucket == 8 else "test"
-
-
 def _hash(line: Line, purpose: str = "order") -> int:
-    return int.from_bytes(hashlib.sha256(f"{purpose}|{' '.join(line)}".encode()).digest()[:8], "little")
+    return hash_of(f"{purpose}|{' '.join(line)}")
 
 
 SET = BuiltinSet(load, holds_pictures=True)

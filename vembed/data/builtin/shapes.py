@@ -14,7 +14,6 @@ A caption that leaves things out describes several pictures truly: the judgement
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections import defaultdict
@@ -27,7 +26,7 @@ import PIL.Image
 import PIL.ImageDraw
 
 from vembed.batch import Image
-from vembed.data.builtin import BuiltinSet
+from vembed.data.builtin import BuiltinSet, hash_of, role_by_hash
 from vembed.data.images import content_name
 from vembed.data.retrieval import RetrievalData
 from vembed.data.splits import SPLIT_NAMES
@@ -36,7 +35,7 @@ from vembed.data.table_writer import RecordWriter
 from vembed.text import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from vembed.data.splits import Role
 
@@ -63,10 +62,10 @@ SIZES = {"small": 7, "large": 12}
 
 NUM_SCENES: dict[Role, int] = {"train": 3000, "validation": 500, "test": 1000}
 NUM_CAPTIONS: dict[Role, int] = {"train": 2, "validation": 1, "test": 1}
-"""Scenes of each split, and captions of each scene."""
+"""Scenes of a split, and captions of a scene."""
 
 ALONE_SHARE = 5
-"""One scene in so many has a single object."""
+"""Scenes for each one with a single object."""
 
 PLACES = {
     "top left": (-1, -1),
@@ -78,10 +77,10 @@ PLACES = {
     "bottom": (0, 1),
     "bottom right": (1, 1),
 }
-"""Where a single object is, as steps from the centre: right, down."""
+"""Steps of a single object from the centre: right, down."""
 
 RELATIONS = {"left of": "right of", "above": "below"}
-"""How the first object of a pair stands to the second, and the second to the first."""
+"""Relation of the first object of a pair to the second, and of the second to the first."""
 
 ALONE_TEMPLATES = ("just {a} at the {place}", "only {a} at the {place}", "nothing but {a} at the {place}")
 PAIR_TEMPLATES = ("{a} {relation} {b}", "a picture of {a} {relation} {b}", "there is {a} {relation} {b}")
@@ -99,7 +98,7 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a picture shows, or what a caption says that it shows."""
+    """Content of a picture, or of a caption."""
 
     things: tuple[Thing, ...]  # one object, or two: the left one or the upper one first
     place: str  # a key of `PLACES` for one object, of `RELATIONS` for two
@@ -148,13 +147,14 @@ def load_retrieval(role: Role) -> RetrievalData:
     """Return one split as a retrieval task: each caption searches all pictures; all that it describes are relevant."""
     split = SPLIT_NAMES[role][0]
     documents: dict[str, Image] = {}
-    shown: defaultdict[Scene, list[str]] = defaultdict(list)
+    shown: defaultdict[Scene, list[str]] = defaultdict(list)  # description -> pictures of which it is true
     for index, scene in enumerate(scenes_of(role)):
         picture = Image(f"shapes/{split}/{index}.png", draw_scene(scene))
         name = content_name(picture)
         documents[name] = picture
         for description in scene.described_by():
             shown[description].append(name)
+    # Ids are hashes of content, so a caption that two scenes share is one query.
     captions = [caption for scene in scenes_of(role) for caption in captions_of(scene, NUM_CAPTIONS[role])]
     queries = {content_name(caption.text): caption.text for caption in captions}
     qrels = {content_name(caption.text): dict.fromkeys(shown[caption.says], 1) for caption in captions}
@@ -168,8 +168,19 @@ def scenes_of(role: Role) -> tuple[Scene, ...]:
 
 @lru_cache(maxsize=1)
 def _splits() -> dict[Role, tuple[Scene, ...]]:
-    """Return the scenes of each split: a pass over all that there are takes a third of a second."""
-    alone, pairs = _by_role(_alone()), _by_role(_pairs())
+    """Return the scenes of each split: a pass over all 75,264 that there are takes a third of a second."""
+    alone: defaultdict[Role, list[Scene]] = defaultdict(list)
+    for shape, colour, size, place, background in itertools.product(SHAPES, COLOURS, SIZES, PLACES, BACKGROUNDS):
+        scene = Scene((Thing(shape, colour, size),), place, background)
+        alone[_role_of(scene)].append(scene)
+    pairs: defaultdict[Role, list[Scene]] = defaultdict(list)
+    things = [Thing(*attributes) for attributes in itertools.product(SHAPES, COLOURS, SIZES)]
+    for first, second in itertools.product(things, things):
+        if (first.shape, first.colour) == (second.shape, second.colour):
+            continue  # their sizes alone would tell them apart, and captions may leave sizes out
+        for place, background in itertools.product(RELATIONS, BACKGROUNDS):
+            scene = Scene((first, second), place, background)
+            pairs[_role_of(scene)].append(scene)
     splits = {}
     for role, wanted in NUM_SCENES.items():
         chosen = sorted(alone[role], key=_hash)[: wanted // ALONE_SHARE]
@@ -178,19 +189,13 @@ def _splits() -> dict[Role, tuple[Scene, ...]]:
     return splits
 
 
-def _by_role(scenes: Iterable[Scene]) -> Mapping[Role, list[Scene]]:
-    by_role: defaultdict[Role, list[Scene]] = defaultdict(list)
-    for scene in scenes:
-        by_role[_role_of(scene)].append(scene)
-    return by_role
-
-
 def captions_of(scene: Scene, count: int) -> list[Caption]:
     """Return different captions of a scene, chosen by its hash.
 
     Args:
-        count: How many, at most 8.
+        count: Number of captions, at most 8.
     """
+    # Choices are drawn until enough of them differ in words; a scene has 12 captions or more.
     captions: dict[str, Caption] = {}
     for number in itertools.count():
         caption = _caption(scene, _hash(scene, f"caption {number}"))
@@ -206,6 +211,7 @@ def swapped_scene(scene: Scene) -> Scene:
         right, down = PLACES[scene.place]
         opposite = next(place for place, steps in PLACES.items() if steps == (-right, -down))
         return replace(scene, place=opposite)
+    # The same words in another order: a model that reads captions as bags of words can't tell the two apart.
     first, second = scene.things
     if first.colour != second.colour and _hash(scene, "swap") % 2:
         return replace(scene, things=(replace(first, colour=second.colour), replace(second, colour=first.colour)))
@@ -223,7 +229,7 @@ def draw_scene(scene: Scene) -> bytes:
         else:
             step = 2 * number - 1
             right, down = (step, 0) if scene.place == "left of" else (0, step)
-        jitter = _hash(scene, f"jitter {number}")
+        jitter = _hash(scene, f"jitter {number}")  # up to 2 pixels each way, so that a place is no constant
         x, y = 32 + 15 * right + jitter % 5 - 2, 32 + 15 * down + jitter // 5 % 5 - 2
         spots.append(Spot(thing.shape, thing.colour, x, y, SIZES[thing.size]))
     buffer = BytesIO()
@@ -241,30 +247,26 @@ def draw(spots: Iterable[Spot], background: str) -> PIL.Image.Image:
     canvas = PIL.Image.new("RGB", (side, side), BACKGROUNDS[background])
     pen = PIL.ImageDraw.Draw(canvas)
     for spot in spots:
-        _draw_shape(pen, spot, BACKGROUNDS[background])
+        x, y, radius = (value * OVERSAMPLING for value in (spot.x, spot.y, spot.radius))
+        fill = COLOURS[spot.colour]
+        if spot.shape in {"circle", "ring"}:
+            pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
+            if spot.shape == "ring":
+                hole = radius // 2
+                pen.ellipse((x - hole, y - hole, x + hole, y + hole), fill=BACKGROUNDS[background])
+        elif spot.shape == "square":
+            half = round(radius * 0.85)
+            pen.rectangle((x - half, y - half, x + half, y + half), fill=fill)
+        elif spot.shape == "cross":
+            arm = radius // 3
+            pen.rectangle((x - radius, y - arm, x + radius, y + arm), fill=fill)
+            pen.rectangle((x - arm, y - radius, x + arm, y + radius), fill=fill)
+        elif spot.shape == "triangle":
+            pen.polygon(_corners(x, y, [radius] * 3), fill=fill)
+        else:
+            assert spot.shape == "star", spot.shape
+            pen.polygon(_corners(x, y, [radius, round(radius * 0.4)] * 5), fill=fill)
     return canvas.reduce(OVERSAMPLING)
-
-
-def _draw_shape(pen: PIL.ImageDraw.ImageDraw, spot: Spot, behind: tuple[int, int, int]) -> None:
-    x, y, radius = (value * OVERSAMPLING for value in (spot.x, spot.y, spot.radius))
-    fill = COLOURS[spot.colour]
-    if spot.shape in {"circle", "ring"}:
-        pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
-        if spot.shape == "ring":
-            hole = radius // 2
-            pen.ellipse((x - hole, y - hole, x + hole, y + hole), fill=behind)
-    elif spot.shape == "square":
-        half = round(radius * 0.85)
-        pen.rectangle((x - half, y - half, x + half, y + half), fill=fill)
-    elif spot.shape == "cross":
-        arm = radius // 3
-        pen.rectangle((x - radius, y - arm, x + radius, y + arm), fill=fill)
-        pen.rectangle((x - arm, y - radius, x + arm, y + radius), fill=fill)
-    elif spot.shape == "triangle":
-        pen.polygon(_corners(x, y, [radius] * 3), fill=fill)
-    else:
-        assert spot.shape == "star", spot.shape
-        pen.polygon(_corners(x, y, [radius, round(radius * 0.4)] * 5), fill=fill)
 
 
 def _corners(x: int, y: int, radii: list[int]) -> list[tuple[float, float]]:
@@ -276,53 +278,32 @@ def _corners(x: int, y: int, radii: list[int]) -> list[tuple[float, float]]:
     ]
 
 
-def _alone() -> Iterator[Scene]:
-    for shape, colour, size, place, background in itertools.product(SHAPES, COLOURS, SIZES, PLACES, BACKGROUNDS):
-        yield Scene((Thing(shape, colour, size),), place, background)
-
-
-def _pairs() -> Iterator[Scene]:
-    things = [Thing(*attributes) for attributes in itertools.product(SHAPES, COLOURS, SIZES)]
-    for first, second in itertools.product(things, things):
-        if (first.shape, first.colour) != (second.shape, second.colour):
-            for place, background in itertools.product(RELATIONS, BACKGROUNDS):
-                yield Scene((first, second), place, background)
-
-
 def _role_of(scene: Scene) -> Role:
-    """Return the split of a scene's group: 80% train, 10% validation, 10% test of the groups."""
+    """Return the split of a scene's group, which its hard negative is in as well."""
     shapes = sorted(thing.shape for thing in scene.things)
     colours = sorted(thing.colour for thing in scene.things)
     place = scene.place
     if len(scene.things) == 1:
         place = min(place, swapped_scene(scene).place)
-    return _role_of_group(f"{shapes} {colours} {place}")
-
-
-@lru_cache(maxsize=10_000)
-def _role_of_group(group: str) -> Role:
-    bucket = _digest(group) % 10
-    if bucket < 8:
-        return "train"
-    return "validation" if bucket == 8 else "test"
+    return role_by_hash(f"{shapes} {colours} {place}")
 
 
 def _hash(scene: Scene, purpose: str = "order") -> int:
     things = " ".join(f"{thing.shape} {thing.colour} {thing.size}" for thing in scene.things)
-    return _digest(f"{purpose}|{things}|{scene.place}|{scene.background}")
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+    return hash_of(f"{purpose}|{things}|{scene.place}|{scene.background}")
 
 
 def _caption(scene: Scene, choice: int) -> Caption:
     """Put a scene into words; the digits of `choice` say which, and what is left out."""
+    # Three binary digits, and the rest, modulo the number of templates, is the template.
     choice, sized = divmod(choice, 2)
     choice, with_background = divmod(choice, 2)
     choice, backwards = divmod(choice, 2)
     things = scene.things if sized else tuple(replace(thing, size=None) for thing in scene.things)
-    names = [_name(thing) for thing in things]
+    names = []
+    for thing in things:
+        words = f"{thing.size} {thing.colour}" if thing.size else thing.colour
+        names.append(f"{'an' if words[0] in 'aeiou' else 'a'} {words} {thing.shape}")
     if len(things) == 1:
         text = ALONE_TEMPLATES[choice % len(ALONE_TEMPLATES)].format(a=names[0], place=scene.place)
     else:
@@ -332,11 +313,6 @@ def _caption(scene: Scene, choice: int) -> Caption:
     if with_background:
         text = BACKGROUND_TEMPLATE.format(caption=text, background=scene.background)
     return Caption(text, Scene(things, scene.place, scene.background if with_background else None))
-
-
-def _name(thing: Thing) -> str:
-    words = f"{thing.size} {thing.colour}" if thing.size else thing.colour
-    return f"{'an' if words[0] in 'aeiou' else 'a'} {words} {thing.shape}"
 
 
 SET = BuiltinSet(load, load_retrieval, holds_pictures=True)

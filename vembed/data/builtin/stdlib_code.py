@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import re
 import sys
 import sysconfig
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.batch import content_id
-from vembed.data.builtin import BuiltinSet
+from vembed.data.builtin import BuiltinSet, role_by_hash
 from vembed.data.splits import SPLIT_NAMES
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
@@ -29,8 +28,6 @@ from vembed.errors import MachineError
 from vembed.text import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vembed.data.splits import Role
 
 EXCLUDED_FOLDERS = frozenset(
@@ -39,10 +36,11 @@ EXCLUDED_FOLDERS = frozenset(
 MIN_QUERY_WORDS = 3
 MIN_BODY_LINES = 2
 MASK = "FUNC"
+"""Stands for a function's name in its source: a name often repeats the docstring's words, and would give it away."""
 
 
-class _Pair(NamedTuple):
-    """One function: what describes it, its source, and where it stands."""
+class Pair(NamedTuple):
+    """Docstring and source of a function, and where it stands."""
 
     query: str
     document: str
@@ -50,10 +48,10 @@ class _Pair(NamedTuple):
     line: int
 
 
-class _Library(NamedTuple):
-    """All pairs of the installed library, and what was left out."""
+class Library(NamedTuple):
+    """All pairs of the installed library, and the number of files and pairs that were left out."""
 
-    pairs: tuple[_Pair, ...]
+    pairs: tuple[Pair, ...]
     num_unparsed: int
     num_duplicates: int
 
@@ -64,10 +62,10 @@ def load(role: Role) -> LoadedRecords:
     Raises:
         MachineError: This Python has no sources of its standard library.
     """
-    library = _read_library(sysconfig.get_path("stdlib"))
+    library = read_library(sysconfig.get_path("stdlib"))
     writer = RecordWriter()
     for pair in library.pairs:
-        if _role_of_file(pair.file) == role:
+        if role_by_hash(pair.file.partition("/")[0].removesuffix(".py")) == role:
             writer.add(pair.query, positives=[pair.document], file=pair.file, line=pair.line)
     if not len(writer):
         msg = (
@@ -87,19 +85,26 @@ def load(role: Role) -> LoadedRecords:
 
 
 @lru_cache(maxsize=1)  # a run asks for two or three splits; parsing takes seconds
-def _read_library(folder: str) -> _Library:
+def read_library(folder: str) -> Library:
+    """Return the pairs of all modules below a folder but tests, in order of the modules' paths, no content twice."""
     root = Path(folder)
-    pairs: list[_Pair] = []
+    files = {
+        path.relative_to(root).as_posix(): path
+        for path in root.rglob("*.py")
+        if not path.name.startswith("test_") and not EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts[:-1])
+    }
+    pairs: list[Pair] = []
     seen_queries: set[int] = set()
     seen_documents: set[int] = set()
     num_unparsed = num_duplicates = 0
-    for path in _source_files(root):
+    for name in sorted(files):  # the order decides which of two equal pairs stays
+        # Templates and code of another Python may not parse; a note counts such files.
         try:
-            found = _pairs_of(path.read_text(encoding="utf-8"), path.relative_to(root).as_posix())
+            pairs_of_file = pairs_of(files[name].read_text(encoding="utf-8"), name)
         except (SyntaxError, ValueError):
             num_unparsed += 1
             continue
-        for pair in found:
+        for pair in pairs_of_file:
             query, document = content_id(pair.query), content_id(pair.document)
             if query in seen_queries or document in seen_documents:
                 num_duplicates += 1
@@ -107,63 +112,48 @@ def _read_library(folder: str) -> _Library:
             seen_queries.add(query)
             seen_documents.add(document)
             pairs.append(pair)
-    return _Library(tuple(pairs), num_unparsed, num_duplicates)
+    return Library(tuple(pairs), num_unparsed, num_duplicates)
 
 
-def _source_files(root: Path) -> list[Path]:
-    """Return the library's modules in order of their names; `test_x.py` and folders of tests are left out."""
-    found = (path for path in root.rglob("*.py") if not path.name.startswith("test_"))
-    return sorted(
-        (path for path in found if not EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts[:-1])),
-        key=lambda path: path.relative_to(root).as_posix(),
-    )
+def pairs_of(source: str, file: str) -> list[Pair]:
+    """Return the pairs of a module's functions, nested ones too, in order of their lines.
 
-
-def _pairs_of(source: str, file: str) -> list[_Pair]:
+    Raises:
+        SyntaxError: The module can't be parsed.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old escapes in the library's own strings are not the user's concern
-        tree = ast.parse(source)
+        stack: list[ast.AST] = [ast.parse(source)]
     lines = source.splitlines(keepends=True)
-    pairs = (_pair_of(node, lines, file) for node in _functions(tree))
-    return sorted((pair for pair in pairs if pair is not None), key=lambda pair: pair.line)
-
-
-def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield every function, nested ones too; only statements are walked, which is twice as fast as `ast.walk`."""
-    stack: list[ast.AST] = [tree]
-    while stack:
+    pairs = []
+    while stack:  # only statements are walked, which is twice as fast as `ast.walk`
         node = stack.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):
             stack += getattr(node, block, ())
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            pair = _pair_of(node, lines, file)
+            if pair is not None:
+                pairs.append(pair)
+    return sorted(pairs, key=lambda pair: pair.line)
 
 
-def _pair_of(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], file: str) -> _Pair | None:
+def _pair_of(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], file: str) -> Pair | None:
     """Return a function's pair, or None when it describes too little or does too little."""
     query = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
     if len(query.split()) < MIN_QUERY_WORDS or len(node.body) < 2 or "\0" in query:
         return None
     docstring, first = node.body[0], node.body[1]
-    # What follows the docstring, comments included; a statement on the docstring's own line is not worth the trouble.
+    # The lines after the docstring, comments included; a statement on the docstring's own line isn't worth the trouble.
     if docstring.end_lineno is None or first.lineno <= docstring.end_lineno:
         return None
+    # Cut out of the source by lines, since `ast.unparse` would drop comments and the author's layout.
     signature = "".join(lines[node.lineno - 1 : docstring.lineno - 1])
     body = "".join(lines[docstring.end_lineno : node.end_lineno]).strip("\n")
     if not signature or sum(bool(line.strip()) for line in body.splitlines()) < MIN_BODY_LINES:
         return None
     source = textwrap.dedent(f"{signature.rstrip()}\n{body}")
     document = re.sub(rf"\b{re.escape(node.name)}\b", MASK, source).strip()
-    return _Pair(query, document, file, node.lineno)
-
-
-def _role_of_file(file: str) -> Role:
-    """Return the split of a file's top-level module: 80% train, 10% validation, 10% test of the names."""
-    module = file.partition("/")[0].removesuffix(".py")
-    bucket = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "little") % 10
-    if bucket < 8:
-        return "train"
-    return "validation" if bucket == 8 else "test"
+    return Pair(query, document, file, node.lineno)
 
 
 SET = BuiltinSet(load)

@@ -1,7 +1,11 @@
 """Published data sets in the form that they are published in: `NAME:FOLDER`, read from a local folder.
 
-Here: one file per set, their registry, and which split a role gets. Not here: downloading anything, and how records are
-batched. A file or folder whose own name begins with a preset's is named with its folder, `./sop:mine.jsonl`.
+Here: one file per set, the table of their names, which split a role gets, and where a set's parts lie. Not here:
+downloading anything, and how records are batched. A file or folder whose own name begins with a preset's is named with
+its folder, `./sop:mine.jsonl`.
+
+A set is a file with two functions, which return a split as records and as a retrieval task, and a `Preset` with both;
+its name stands in `PRESETS`. It is imported when its name is first used.
 """
 
 from __future__ import annotations
@@ -9,24 +13,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.data.columns import closest
-from vembed.data.presets import cirr, flickr30k, sop
-from vembed.data.presets.common import PresetSource
+from vembed.data.images import PictureFault
 from vembed.data.splits import SPLIT_NAMES, Role, role_of, split_for
 from vembed.errors import DataError
-from vembed.files import home_path, is_folder
+from vembed.files import home_path, is_file, is_folder
+from vembed.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from vembed.batch import Image
+    from vembed.data.images import ImageRoot
     from vembed.data.problems import ProblemLog
     from vembed.data.retrieval import RetrievalData
     from vembed.data.splits import SourceOptions
     from vembed.data.table import LoadedRecords
 
+PRESETS = Registry(
+    "published data set",
+    {
+        "flickr30k": "vembed.data.presets.flickr30k:PRESET",
+        "sop": "vembed.data.presets.sop:PRESET",
+        "cirr": "vembed.data.presets.cirr:PRESET",
+    },
+)
+"""Name before the colon -> the `Preset`."""
+
 
 class Preset(NamedTuple):
-    """How one set is read."""
+    """Splits of one set, and functions that read them."""
 
     splits: tuple[str, ...]
     load: Callable[[PresetSource, str], LoadedRecords]
@@ -35,24 +51,10 @@ class Preset(NamedTuple):
     refused: Mapping[str, str]  # split, or role that has none -> why it can't be had
 
 
-PRESETS: Mapping[str, Preset] = {
-    "flickr30k": Preset(flickr30k.SPLITS, flickr30k.load, flickr30k.load_retrieval, fallbacks={}, refused={}),
-    "sop": Preset(
-        sop.SPLITS,
-        sop.load,
-        sop.load_retrieval,
-        fallbacks={},
-        refused={"validation": "leave val_data_path out, and whole products of the training pictures are held out"},
-    ),
-    "cirr": Preset(cirr.SPLITS, cirr.load, cirr.load_retrieval, fallbacks={"test": "val"}, refused=cirr.REFUSED),
-}
-"""Name before the colon -> the set."""
-
-
 class PresetPath(NamedTuple):
     """A preset and the folder that a user named."""
 
-    label: str  # what the user wrote
+    label: str  # as the user wrote it
     name: str  # a key of `PRESETS`
     folder: Path
 
@@ -62,8 +64,8 @@ class PresetPath(NamedTuple):
         Raises:
             DataError: Something is missing or broken, or there is no such split.
         """
-        split, source = self._opened(options, log)
-        return PRESETS[self.name].load(source, split)
+        preset, split, source = self._opened(options, log)
+        return preset.load(source, split)
 
     def retrieval(self, options: SourceOptions, log: ProblemLog) -> RetrievalData:
         """Return the split that the options ask for as a task.
@@ -71,16 +73,27 @@ class PresetPath(NamedTuple):
         Raises:
             DataError: Something is missing or broken, or there is no such split.
         """
-        split, source = self._opened(options, log)
-        return PRESETS[self.name].load_retrieval(source, split)
+        preset, split, source = self._opened(options, log)
+        return preset.load_retrieval(source, split)
 
-    def _opened(self, options: SourceOptions, log: ProblemLog) -> tuple[str, PresetSource]:
+    def _opened(self, options: SourceOptions, log: ProblemLog) -> tuple[Preset, str, PresetSource]:
+        """Return the set, the split to read (the one asked for, or that of the role), and its folder."""
         if not is_folder(self.folder):
             raise DataError(f"{options.path_key}: {self.label}: there is no folder {self.folder}")
-        split = _split(self.name, options.split, options.role)
+        preset: Preset = PRESETS.load(self.name)
+        wanted = options.role if options.split is None else role_of(options.split)
+        split = options.split if options.split in preset.splits else None
+        if split is None and wanted is not None:
+            # A split that isn't the set's name for it may still name a role: "dev" is the "val" of a set.
+            split = split_for(preset.splits, None, wanted) or preset.fallbacks.get(wanted)
+        if split is None:
+            reason = preset.refused.get(options.split or options.role) or preset.refused.get(wanted or "")
+            shown = options.split or SPLIT_NAMES[options.role][0]
+            listed = f"it has: {', '.join(preset.splits)}"
+            raise DataError(f"{self.name} has no split {shown!r}: {reason or listed}")
         root = options.keys.image_root
         image_folder = self.folder if root is None else home_path(root)
-        return split, PresetSource(self.label, self.folder, options.images(self.folder), image_folder, log)
+        return preset, split, PresetSource(self.label, self.folder, options.images(self.folder), image_folder, log)
 
 
 def preset_path(path: str) -> PresetPath | None:
@@ -100,21 +113,62 @@ def preset_path(path: str) -> PresetPath | None:
 def preset_hint(path: str) -> str:
     """Return ` (did you mean 'sop:...'?)` for a path that begins like a preset, or an empty string."""
     name, colon, folder = path.partition(":")
-    near = closest(name, PRESETS) if colon and folder and "/" not in name and not folder.startswith("//") else ""
-    return near.replace("'?)", ":...'?)")
+    if not colon or not folder or "/" in name or folder.startswith("//"):  # a file, or an address such as s3://
+        return ""
+    return closest(name, PRESETS.names()).replace("'?)", ":...'?)")
 
 
-def _split(name: str, asked: str | None, role: Role) -> str:
-    """Return the split to read: the one asked for, or that of the role."""
-    preset = PRESETS[name]
-    if asked in preset.splits:
-        return asked
-    wanted = role if asked is None else role_of(asked)
-    if wanted is not None:
-        found = split_for(preset.splits, None, wanted) or preset.fallbacks.get(wanted)
-        if found is not None:
-            return found
-    reason = preset.refused.get(asked or role) or preset.refused.get(wanted or "")
-    shown = asked or SPLIT_NAMES[role][0]
-    listed = f"it has: {', '.join(preset.splits)}"
-    raise DataError(f"{name} has no split {shown!r}: {reason or listed}")
+class PresetSource(NamedTuple):
+    """A set in a folder, and the policy for its broken rows."""
+
+    label: str  # as the user wrote it, e.g. "sop:data/Stanford_Online_Products"
+    folder: Path
+    images: ImageRoot
+    image_folder: Path  # start of the pictures' paths: the folder, or `image_root`
+    log: ProblemLog
+
+    def picture(self, path: str, *, where: str, column: str) -> Image | None:
+        """Return the picture of a row, or note why there is none.
+
+        Args:
+            column: Name of the picture in the row.
+        """
+        try:
+            return self.images.image(path, name=where)
+        except PictureFault as fault:
+            self.log.add(where, fault.reason, column=column, may_drop=not fault.escapes)
+            return None
+
+    def check(self) -> None:
+        """Refuse the set when more of its rows are invalid than the policy drops."""
+        self.log.check(self.label)
+
+    def find_parts(self, files: Sequence[Sequence[str]], pictures: Sequence[str] = ()) -> tuple[list[Path], str]:
+        """Return where the parts of the set lie.
+
+        Args:
+            files: Names that a file may have, relative to the set's folder, the published one first; for each file.
+            pictures: Names that the folder of pictures may have, relative to the image folder, the published one first.
+
+        Returns:
+            The files, in that order; and the name of the folder of pictures, "" where `image_root` is that folder.
+
+        Raises:
+            DataError: With all that is missing, and the folder that has it where it lies one deeper.
+        """
+        paths = [next((self.folder / name for name in names if is_file(self.folder / name)), None) for names in files]
+        folder = next((name for name in pictures if is_folder(self.image_folder / name)), None)
+        if folder is None and (not pictures or self.image_folder != self.folder):
+            folder = ""  # image_root was set, and names the folder of pictures itself
+        missing = [" or ".join(names) for names, path in zip(files, paths, strict=True) if path is None]
+        if folder is None:
+            missing.append(" or ".join(f"{name}/" for name in pictures))
+        if missing or folder is None:
+            # Archives often unpack into a folder of their own, one deeper than the folder that was named.
+            hint = f" in {self.folder}"
+            for entry in sorted(self.folder.iterdir()):
+                if all(any(is_file(entry / name) for name in names) for names in files):
+                    hint = f"; {entry} has it: name that folder, {self.label.partition(':')[0]}:{entry}"
+                    break
+            raise DataError(f"{self.label} is missing {', and '.join(missing)}{hint}")
+        return [path for path in paths if path is not None], folder

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.batch import Composed
 from vembed.data.files import iter_rows, json_object
-from vembed.data.presets.common import find_parts
+from vembed.data.presets import Preset
 from vembed.data.retrieval import RetrievalData
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
@@ -34,16 +34,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Image, Item
-    from vembed.data.presets.common import PresetSource
+    from vembed.data.presets import PresetSource
 
 SUBSET = "-subset"
-SPLITS = ("train", "val", f"val{SUBSET}")
-REFUSED = {"test1": "the targets of test1 are not published, its authors' server scores it; the public test is val"}
 PICTURE_FOLDERS = {"train": "train", "val": "dev"}
 """Split -> the folder that the paths of its pictures begin with, as in NLVR2."""
 
 CUTOFFS = (1, 5, 10, 50)
 SUBSET_CUTOFFS = (1, 2, 3)
+"""Ranks at which `val` and `val-subset` are reported, as in the literature."""
 
 
 class _Pair(NamedTuple):
@@ -57,11 +56,11 @@ class _Pair(NamedTuple):
 
 
 class _Pictures:
-    """The pictures of a split by name; each is checked when it is first asked for, and once.
+    """The pictures of a split by name; one is checked when it is first asked for, and once.
 
     Args:
-        file: Names their paths.
-        folder: What to put before each path.
+        file: JSON object of their paths by name.
+        folder: Start of every path.
     """
 
     def __init__(self, source: PresetSource, file: Path, folder: str) -> None:
@@ -112,6 +111,7 @@ def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
     """
     of_subset = split.endswith(SUBSET)
     file, pictures = _parts(source, split.removesuffix(SUBSET))
+    # All pictures of the split are searched, those that no query names included: so does the literature.
     documents: dict[str, Item] = dict(pictures.all())
     pairs = _pairs(source, file, pictures, needs_members=of_subset)
     ranked = "Only the other members of each query's set of similar pictures are ranked for it."
@@ -130,15 +130,16 @@ def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
 def _parts(source: PresetSource, split: str) -> tuple[Path, _Pictures]:
     """Return the captions of a split and its pictures."""
     names = (f"captions/cap.rc2.{split}.json", f"image_splits/split.rc2.{split}.json")
+    # The paths begin with the folder of the split, as "./dev/...": what stands before it is the start of all paths.
     inner = PICTURE_FOLDERS[split]
     places = [(name, f"cirr/{name}") for name in names]
-    (captions, paths), folder = find_parts(source, places, (f"img_raw/{inner}", inner))
+    (captions, paths), folder = source.find_parts(places, (f"img_raw/{inner}", inner))
     return captions, _Pictures(source, paths, folder.removesuffix(inner))
 
 
 def _pairs(source: PresetSource, path: Path, pictures: _Pictures, *, needs_members: bool = False) -> list[_Pair]:
     """Return the usable queries of a split."""
-    pairs: dict[str, _Pair] = {}
+    pairs: dict[str, _Pair] = {}  # by id: a judged query needs one that is its own
     for line, row in iter_rows(path, lambda names: names):
         if isinstance(row, str):
             source.log.add(f"{path.name}:{line}", row)
@@ -151,9 +152,9 @@ def _pairs(source: PresetSource, path: Path, pictures: _Pictures, *, needs_membe
         if str(number) in pairs:
             source.log.add(where, "stands twice", column="pairid")
             continue
-        fault = _fault(row, pictures, needs_members=needs_members)
-        if fault:
-            source.log.add(where, fault[1], column=fault[0])
+        if (fault := _fault(row, pictures, needs_members=needs_members)) is not None:
+            column, reason = fault
+            source.log.add(where, reason, column=column)
             continue
         reference, target = pictures.get(row["reference"]), pictures.get(row["target_hard"])
         if reference is not None and target is not None:
@@ -167,7 +168,8 @@ def _pairs(source: PresetSource, path: Path, pictures: _Pictures, *, needs_membe
 
 
 def _fault(row: dict[str, Any], pictures: _Pictures, *, needs_members: bool) -> tuple[str, str] | None:
-    """Return which column of a query can't be used, and why; None when all can."""
+    """Return the column of a query that can't be used, and the reason; None when all can."""
+    # Names alone; the pictures are looked at once the row is sound, as reading a header costs a file.
     for column in ("reference", "target_hard"):
         name = row.get(column)
         if not isinstance(name, str):
@@ -189,3 +191,12 @@ def _members(row: dict[str, Any]) -> list[str]:
     img_set = row.get("img_set")
     members = img_set.get("members") if isinstance(img_set, dict) else None
     return [name for name in members if isinstance(name, str)] if isinstance(members, list) else []
+
+
+PRESET = Preset(
+    ("train", "val", f"val{SUBSET}"),
+    load,
+    load_retrieval,
+    fallbacks={"test": "val"},
+    refused={"test1": "the targets of test1 are not published, its authors' server scores it; the public test is val"},
+)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.data.files import json_object, text_rows
-from vembed.data.presets.common import find_parts
+from vembed.data.presets import Preset
 from vembed.data.retrieval import RetrievalData
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
@@ -34,15 +34,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Image, Item
-    from vembed.data.presets.common import PresetSource
+    from vembed.data.presets import PresetSource
 
-SPLITS = ("train", "val", "test")
 JSON_FILE = "dataset_flickr30k.json"
 TOKEN_FILE = "results_20130124.token"
 PICTURE_FOLDERS = ("flickr30k-images", "flickr30k_images", "images")
 
 CUTOFFS = (1, 5, 10)
-"""Both directions are reported at these."""
+"""Ranks at which both directions are reported."""
 
 
 class _Photo(NamedTuple):
@@ -85,7 +84,8 @@ def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
 
 def _photos(source: PresetSource, split: str) -> list[_Photo]:
     """Return the usable photographs of a split, in the order of the file."""
-    (captions_file,), folder = find_parts(source, [(JSON_FILE, TOKEN_FILE)], PICTURE_FOLDERS)
+    # Either form gives (file, line, name, captions); where both lie in the folder, Karpathy's comes first.
+    (captions_file,), folder = source.find_parts([(JSON_FILE, TOKEN_FILE)], PICTURE_FOLDERS)
     listed = (_of_json if captions_file.name == JSON_FILE else _of_lists)(source, captions_file, split)
     photos: dict[str, _Photo] = {}
     for file, number, name, captions in listed:
@@ -112,17 +112,18 @@ def _of_json(source: PresetSource, path: Path, split: str) -> Iterator[tuple[str
             source.log.add(f"{path.name}:{number}", f"expected an object, got {type(entry).__name__}")
         elif entry.get("split") == split:
             name = entry.get("filename")
-            fault = text_fault(name)
-            where = f"{path.name}:{number}" if fault else f"{path.name}:{number} ({name})"
-            captions = fault or _captions(entry.get("sentences"))
+            if fault := text_fault(name):
+                source.log.add(f"{path.name}:{number}", fault, column="filename")
+                continue
+            captions = _captions(entry.get("sentences"))
             if isinstance(captions, str):
-                source.log.add(where, captions, column="filename" if fault else "sentences")
+                source.log.add(f"{path.name}:{number} ({name})", captions, column="sentences")
             else:
                 yield path.name, number, str(name), captions
 
 
 def _captions(sentences: Any) -> list[str] | str:
-    """Return the captions of a picture, or why there are none."""
+    """Return the captions of a picture, or the reason why there are none."""
     if not isinstance(sentences, list) or not sentences:
         return "expected a list of sentences"
     captions: list[str] = []
@@ -137,21 +138,8 @@ def _captions(sentences: Any) -> list[str] | str:
 
 def _of_lists(source: PresetSource, path: Path, split: str) -> Iterator[tuple[str, int, str, list[str]]]:
     """Yield (file, line, name, captions) of the pictures that a split's list names."""
-    (list_file,), _ = find_parts(source, [(f"{split}.txt",)])
-    captions = _token_captions(source, path)
-    for line, row in text_rows(list_file):
-        if isinstance(row, str):
-            source.log.add(f"{list_file.name}:{line}", row)
-        elif row["text"]:
-            name = row["text"] if row["text"].endswith(".jpg") else f"{row['text']}.jpg"
-            if name in captions:
-                yield list_file.name, line, name, captions[name]
-            else:
-                source.log.add(f"{list_file.name}:{line}", f"{name!r} has no caption in {path.name}")
-
-
-def _token_captions(source: PresetSource, path: Path) -> dict[str, list[str]]:
-    """Return the captions of every picture of the original file."""
+    (list_file,), _ = source.find_parts([(f"{split}.txt",)])
+    # The captions of all splits, 158,915 short texts: the file isn't sorted by split, and is read once.
     captions: dict[str, list[str]] = {}
     for line, row in text_rows(path):
         if not isinstance(row, str) and not row["text"]:
@@ -163,4 +151,15 @@ def _token_captions(source: PresetSource, path: Path) -> dict[str, list[str]]:
             source.log.add(f"{path.name}:{line}", reason)
         else:
             captions.setdefault(name, []).append(caption.strip())
-    return captions
+    for line, row in text_rows(list_file):
+        if isinstance(row, str):
+            source.log.add(f"{list_file.name}:{line}", row)
+        elif row["text"]:
+            name = row["text"] if row["text"].endswith(".jpg") else f"{row['text']}.jpg"
+            if name in captions:
+                yield list_file.name, line, name, captions[name]
+            else:
+                source.log.add(f"{list_file.name}:{line}", f"{name!r} has no caption in {path.name}")
+
+
+PRESET = Preset(("train", "val", "test"), load, load_retrieval, fallbacks={}, refused={})

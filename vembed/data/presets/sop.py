@@ -23,7 +23,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.data.files import text_rows
-from vembed.data.presets.common import find_parts
+from vembed.data.presets import Preset
 from vembed.data.retrieval import RetrievalData
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
@@ -32,9 +32,8 @@ from vembed.text import plural
 
 if TYPE_CHECKING:
     from vembed.batch import Image, Item
-    from vembed.data.presets.common import PresetSource
+    from vembed.data.presets import PresetSource
 
-SPLITS = ("train", "test")
 HEADER = ("image_id", "class_id", "super_class_id", "path")
 CUTOFFS = (1, 10, 100)
 
@@ -57,11 +56,12 @@ def load(source: PresetSource, split: str) -> LoadedRecords:
     for picture in pictures:
         products[picture.product].append(picture)
     writer = RecordWriter()
+    # A ring through the pictures of a product: each is a query once and a positive once.
     following = {
-        own[place].id: own[(place + 1) % len(own)]
-        for own in products.values()
-        if len(own) > 1
-        for place in range(len(own))
+        one.id: other
+        for ring in products.values()
+        if len(ring) > 1
+        for one, other in zip(ring, ring[1:] + ring[:1], strict=True)
     }
     for picture in pictures:
         if picture.id in following:
@@ -69,7 +69,10 @@ def load(source: PresetSource, split: str) -> LoadedRecords:
             writer.add(picture.image, positives=[positive], label=picture.product, file=file, line=picture.line)
     if not len(writer):
         raise DataError(f"{source.label}: no product of {file} has two pictures: there are no pairs")
-    return LoadedRecords(writer.finish(), (*source.log.notes(), *_single_note(products)), source.log.count)
+    notes = list(source.log.notes())
+    if alone := sum(len(ring) == 1 for ring in products.values()):
+        notes.append(f"{plural(alone, 'product has', 'products have')} one picture and so no pair: left out.")
+    return LoadedRecords(writer.finish(), tuple(notes), source.log.count)
 
 
 def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
@@ -83,6 +86,7 @@ def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
     products: defaultdict[int, list[_Picture]] = defaultdict(list)
     for picture in pictures:
         products[picture.product].append(picture)
+    # Quadratic in the pictures of a product, which are 5 on average.
     qrels = {
         picture.id: {other.id: 1 for other in products[picture.product] if other.id != picture.id}
         for picture in pictures
@@ -93,13 +97,14 @@ def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
 
 def _pictures(source: PresetSource, split: str) -> tuple[list[_Picture], str]:
     """Return the usable pictures of a list, in its order, and the list's name."""
-    (path,), _ = find_parts(source, [(f"Ebay_{split}.txt",)])
+    (path,), _ = source.find_parts([(f"Ebay_{split}.txt",)])
     pictures: dict[str, _Picture] = {}
     for line, row in text_rows(path):
         where = f"{path.name}:{line}"
         if isinstance(row, str):
             source.log.add(where, row)
             continue
+        # Split at spaces, the last cell whole: a path may hold some.
         cells = row["text"].split(maxsplit=len(HEADER) - 1)
         if not cells or (line == 1 and tuple(cells) == HEADER):
             continue
@@ -119,7 +124,7 @@ def _pictures(source: PresetSource, split: str) -> tuple[list[_Picture], str]:
 
 
 def _fault(cells: list[str]) -> str | None:
-    """Return why a line can't be used, or None."""
+    """Return the reason why a line can't be used, or None."""
     if len(cells) != len(HEADER):
         return f"{plural(len(cells), 'column')}; expected {' '.join(HEADER)}"
     for name, cell in zip(HEADER[:3], cells[:3], strict=True):
@@ -128,6 +133,10 @@ def _fault(cells: list[str]) -> str | None:
     return None
 
 
-def _single_note(products: dict[int, list[_Picture]]) -> tuple[str, ...]:
-    alone = sum(len(own) == 1 for own in products.values())
-    return (f"{plural(alone, 'product has', 'products have')} one picture and so no pair: left out.",) if alone else ()
+PRESET = Preset(
+    ("train", "test"),
+    load,
+    load_retrieval,
+    fallbacks={},
+    refused={"validation": "leave val_data_path out, and whole products of the training pictures are held out"},
+)

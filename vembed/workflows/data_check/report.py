@@ -1,4 +1,4 @@
-"""A check for people and programs: lines of a terminal, JSON, and one HTML page."""
+"""A check for people and programs: lines of a terminal, JSON, and one HTML page; and rows as training sees them."""
 
 from __future__ import annotations
 
@@ -8,31 +8,42 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vembed.batch import Composed, pictures_in
+from vembed.data.columns import listing
+from vembed.data.images import check_image
+from vembed.data.sources import load_records
 from vembed.pages.charts import LARGE_INCHES, SERIES, chart_axes, inline_svg, set_ticks
 from vembed.pages.html import render_html
 from vembed.pages.page import Cell, Facts, Figure, Heading, Note, Page, Row, Section, Table, command_blocks, pairs_table
 from vembed.pages.text import capitalised, clip, columns_of, count_text, number_text, one_line, plain
 from vembed.pages.write import write_files
 from vembed.text import plural
-from vembed.workflows.data_check.findings import SEVERITIES
+from vembed.workflows.data_check.source import SEVERITIES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from markupsafe import Markup
     from numpy.typing import NDArray
 
+    from vembed.batch import ImageLimits, Item, Side
+    from vembed.data.splits import SourceOptions
+    from vembed.data.table import Record
+    from vembed.models.encoder import Encoder
     from vembed.pages.page import Block
     from vembed.workflows.data_check.check import DataCheck
-    from vembed.workflows.data_check.findings import Finding
+    from vembed.workflows.data_check.source import Finding
 
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 BARS = 30
-TERMINAL_CHARACTERS, PAGE_CHARACTERS = 70, 300
-"""Of each text of an example."""
+"""Bars of a chart of lengths."""
+
+TERMINAL_CHARACTERS, PAGE_CHARACTERS, ROW_CHARACTERS = 70, 300, 400
+"""Characters of a text in an example on a terminal, in one on the page, and in a row."""
 
 MOST_SHARES = 6
+"""Scripts that a line names; the rest are others."""
 
 METHOD = (
     "Texts count as equal when they differ in nothing but case, spaces and punctuation. Nearly equal texts share at "
@@ -41,13 +52,13 @@ METHOD = (
 
 
 def summary(check: DataCheck) -> str:
-    """Return how many kinds of findings there are, worst first."""
+    """Return the number of kinds of findings, worst first, in words."""
     counts = [(check.count(severity), severity) for severity in SEVERITIES]
     return ", ".join(plural(count, severity) for count, severity in counts if count) or "nothing found"
 
 
 def size_text(check: DataCheck) -> str:
-    """Return how much was read."""
+    """Return the number of rows, queries and documents in words."""
     source = check.source
     parts = [plural(len(source.table), "row"), plural(len(source.queries), "query", "queries")]
     parts.append(plural(len(source.documents), "document"))
@@ -56,15 +67,21 @@ def size_text(check: DataCheck) -> str:
 
 
 def terminal_lines(check: DataCheck) -> list[str]:
-    """Return the check for a terminal: findings with one example each, then what the data are like."""
+    """Return the check for a terminal: findings with one example each, then the profile."""
     lines = [f"{check.source.name}: {size_text(check)}"]
     width = max((len(count_text(finding.count)) for finding in check.findings), default=0)
     for finding in check.findings:
         share = f" ({finding.share})" if finding.share else ""
         lines.append(f"  {finding.severity:<7}  {count_text(finding.count):>{width}} {finding.title}{share}")
         if finding.examples and finding.severity != "note":
-            cells = " | ".join(_short(cell) for cell in finding.examples[0] if cell)
-            lines.append(f"  {'':<7}  {'':>{width}}   {cells}")
+            cells = []
+            for cell in filter(None, finding.examples[0]):
+                short = clip(cell, TERMINAL_CHARACTERS).short
+                # Wide characters take two columns: where more are wide than that, half as many characters are shown.
+                if columns_of(short) > 2 * TERMINAL_CHARACTERS:
+                    short = clip(cell, TERMINAL_CHARACTERS // 2).short
+                cells.append(short)
+            lines.append(f"  {'':<7}  {'':>{width}}   {' | '.join(cells)}")
     if not check.findings:
         lines.append("  no errors, no warnings")
     facts = profile_facts(check)
@@ -74,13 +91,8 @@ def terminal_lines(check: DataCheck) -> list[str]:
     return [*lines, summary(check)]
 
 
-def _short(cell: str) -> str:
-    shown = clip(cell, TERMINAL_CHARACTERS).short
-    return shown if columns_of(shown) <= 2 * TERMINAL_CHARACTERS else clip(cell, TERMINAL_CHARACTERS // 2).short
-
-
 def profile_facts(check: DataCheck) -> list[tuple[str, str]]:
-    """Return what the data are like, as names and words."""
+    """Return the profile as names and words."""
     profile, facts = check.profile, []
     for side in profile.lengths:
         least, low, median, high, most = (count_text(value) for value in profile.quantiles(side))
@@ -129,7 +141,7 @@ def document(check: DataCheck, command: str) -> dict[str, Any]:
 
 
 def check_page(check: DataCheck, command: str) -> Page:
-    """Return the check as a page: the findings, their examples, what the data are like, and how they were checked."""
+    """Return the check as a page: the findings, their examples, the profile, and the method."""
     source, profile = check.source, check.profile
     facts = [
         ("Rows", count_text(len(source.table))),
@@ -235,3 +247,55 @@ def write_html(path: Path, page: Page) -> None:
         MachineError: The file can't be written.
     """
     write_files(path.parent, {path.name: render_html(page)}, what="the check")
+
+
+def shown_rows(path: str, options: SourceOptions, count: int, encoder: Encoder | None) -> Iterator[str]:
+    """Yield lines that show the first rows of a data set as training sees them: texts with prompts, sizes of pictures.
+
+    Args:
+        encoder: Adds prompts and tokens; None shows the bare texts.
+
+    Raises:
+        VembedError: As `load_records`.
+    """
+    loaded = load_records(path, options)
+    yield f"{path}: {plural(len(loaded.table), 'row')}, {plural(len(loaded.table.items), 'distinct item')}"
+    for ours, theirs in loaded.columns.used.items():
+        guessed = " (by name)" if {*theirs} <= {*loaded.columns.guessed} else ""
+        yield f"  {ours:<15} column {listing(theirs)}{guessed}"
+    yield from (f"  {note}" for note in loaded.notes)
+    # Numbers of a column that a loss reads are left out where they are its default.
+    usual = {column.name: column.default for column in options.loss.columns} if options.loss else {}
+    for record in loaded.table.take(range(min(count, len(loaded.table)))):
+        yield from ("", record.location, *_item_lines(record, encoder, options.image_limits))
+        if record.label is not None:
+            yield f"  {'class':<9} {one_line(clip(str(record.label), ROW_CHARACTERS).short)}"
+        for column, number in record.columns.items():
+            if number != usual.get(column):
+                yield f"  {column:<9} {number:g}"
+
+
+def _item_lines(record: Record, encoder: Encoder | None, limits: ImageLimits) -> Iterator[str]:
+    """Yield a line for each item of a row, with its grade."""
+    count, documents = len(record.positives), len(record.positives) + len(record.negatives)
+    grades = [f"  grade {score:g}" for score in record.scores] or [""] * documents
+    parts: tuple[tuple[str, Side, Sequence[Item], Sequence[str]], ...] = (
+        ("query", "query", (record.query,), ("",)),
+        ("positive", "document", record.positives, grades[:count]),
+        ("negative", "document", record.negatives, grades[count:]),
+    )
+    for name, side, items, grades_of_part in parts:
+        for item, grade in zip(items, grades_of_part, strict=True):
+            words = []
+            for image in pictures_in([item]):
+                header = check_image(image, limits)
+                words.append(f"[{image.path}, {header.format} {header.width} x {header.height}]")
+            text = item if isinstance(item, str) else item.text if isinstance(item, Composed) else ""
+            prompt = encoder.prompts.get(side, "") if encoder is not None and isinstance(item, str) else ""
+            if text:
+                words.append(clip(f"{prompt}{text}", ROW_CHARACTERS).short)
+            if encoder is not None and isinstance(item, str):
+                features = encoder.featurize([item], side)
+                cut = ", cut" if features.num_truncated else ""
+                words.append(f" ({plural(int(features.lengths[0]), 'token')}{cut})")
+            yield f"  {name:<9} {' '.join(words)}{grade}"

@@ -1,4 +1,4 @@
-"""What only a model tells: how many tokens texts have, and which documents answer a query without saying so."""
+"""Findings that need a model: texts that it cuts, and documents that answer a query without a label."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from vembed.data.table import BLOCK_ROWS
 from vembed.mining.mine import Miner, pair_scores, shared_model_key, side_vectors
 from vembed.mining.task import MiningTask
 from vembed.vectors.keys import MiningKeys
-from vembed.workflows.data_check.duplicates import spread
-from vembed.workflows.data_check.findings import MOST_EXAMPLES, Finding
-from vembed.workflows.data_check.source import said
+from vembed.workflows.data_check.source import MOST_EXAMPLES, Finding, shown, spread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,18 +23,19 @@ if TYPE_CHECKING:
     from vembed.workflows.data_check.source import Source
 
 NEAREST = 10
-"""Unlabelled documents of each query that are looked at."""
+"""Unlabelled documents of a query that are mined; the first is compared with its positives."""
 
 
 def token_lengths(source: Source, encode: ItemEncoder) -> tuple[dict[str, NDArray[np.int32]], list[Finding]]:
-    """Return the tokens of each distinct text by side, prompts included, and how many texts are cut."""
+    """Return the tokens of each distinct text by side, prompts included, and findings about texts that are cut."""
     lengths, findings = {}, []
     sides: tuple[tuple[str, Side, NDArray[np.int64]], ...] = (
         ("queries", "query", source.queries),
         ("documents", "document", source.documents),
     )
     for name, side, used in sides:
-        numbers, parts, num_cut = used[source.facts.is_text[used]], [np.zeros(0, np.int32)], 0
+        numbers, num_cut = used[source.facts.is_text[used]], 0
+        parts = [np.zeros(0, np.int32)]  # a side may have no text
         for start in range(0, len(numbers), BLOCK_ROWS):
             features = encode.encoder.featurize(source.table.items.at(numbers[start : start + BLOCK_ROWS]), side)
             parts.append(features.lengths.astype(np.int32))
@@ -55,7 +54,7 @@ def token_lengths(source: Source, encode: ItemEncoder) -> tuple[dict[str, NDArra
                     f"{name} longer than the {limit} tokens that the model takes",
                     "Their ends are cut. Raise max_seq_length if the model allows it, or split them.",
                     ("Row", "Words", "Text"),
-                    list(zip(source.places(longest), words, source.said(longest), strict=True)),
+                    list(zip(source.places(longest), words, source.shown(longest), strict=True)),
                     len(numbers),
                 )
             )
@@ -63,10 +62,12 @@ def token_lengths(source: Source, encode: ItemEncoder) -> tuple[dict[str, NDArra
 
 
 def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[Finding]:
-    """Find unlabelled documents, and given negatives, that the model puts above a query's own positives.
+    """Find unlabelled documents, and hard negatives, that the model puts above a query's own positives.
+
+    Cost: every query and document is encoded once, and every query is scored with all documents.
 
     Args:
-        folder: Gets the vectors.
+        folder: Folder for the vectors.
 
     Raises:
         VembedError: As `Miner.mine`.
@@ -76,6 +77,7 @@ def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[F
     keys = MiningKeys(mine_negatives=nearest, mine_range_max=nearest, mine_relative_margin=None)
     mined = Miner(encode, keys, folder).mine(task)
     model = shared_model_key(encode)
+    # Mining has stored the vectors: these calls map them, and encode nothing.
     queries_UE, _ = side_vectors(task.queries, "query", encode, model, folder)
     documents_DE, _ = side_vectors(task.documents, "document", encode, model, folder)
     above = np.flatnonzero((mined.rows_Un[:, 0] >= 0) & (mined.scores_Un[:, 0] > mined.positive_U))
@@ -91,13 +93,14 @@ def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[F
         of=len(task.queries),
     )
     rows, numbers = source.table.numbers("negatives")
-    asked, given = task.query_of_record_N[rows], task.documents.rows_of(source.table.items.ids[numbers])
-    of_pair = pair_scores(queries_UE, documents_DE, asked, given)
+    # Hard negatives of the rows are excluded from mining, so their scores are computed here.
+    asked, negative = task.query_of_record_N[rows], task.documents.rows_of(source.table.items.ids[numbers])
+    of_pair = pair_scores(queries_UE, documents_DE, asked, negative)
     higher = np.flatnonzero(of_pair > mined.positive_U[asked])
     negatives = _finding(
         task,
         mined,
-        (asked[higher], given[higher], of_pair[higher]),
+        (asked[higher], negative[higher], of_pair[higher]),
         "negatives_above_positives",
         "hard negative that scores above its positive",
         "hard negatives that score above their positive",
@@ -105,31 +108,32 @@ def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[F
         "examples; vembed mine --replace finds others.",
         of=len(rows),
     )
-    return [each for each in (unlabelled, negatives) if each.count]
+    return [unlabelled, negatives]
 
 
 def _finding(
     task: MiningTask,
     mined: Mined,
-    found: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]],
+    pairs_F: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]],
     kind: str,
     one: str,
     many: str,
     advice: str,
     of: int,
 ) -> Finding:
-    queries_F, documents_F, scores_F = found
+    """Return a finding about (query, document, score) triples in which the score is above that of the positives."""
+    queries_F, documents_F, scores_F = pairs_F
     order = np.argsort(mined.positive_U[queries_F] - scores_F, kind="stable")  # those furthest above come first
-    shown = order[spread(len(order))] if len(order) else order
+    chosen = order[spread(len(order))] if len(order) else order
     examples = [
         (
-            said(task.queries.take(queries_F[[place]])[0]),
-            said(task.documents.take(mined.positive_rows_U[queries_F[[place]]])[0]),
-            f"{mined.positive_U[queries_F[place]]:.3f}",
-            said(task.documents.take(documents_F[[place]])[0]),
-            f"{scores_F[place]:.3f}",
+            shown(task.queries.take(queries_F[[pair]])[0]),
+            shown(task.documents.take(mined.positive_rows_U[queries_F[[pair]]])[0]),
+            f"{mined.positive_U[queries_F[pair]]:.3f}",
+            shown(task.documents.take(documents_F[[pair]])[0]),
+            f"{scores_F[pair]:.3f}",
         )
-        for place in shown.tolist()
+        for pair in chosen.tolist()
     ]
     heads = ("Query", "Its best positive", "Score", "Scores higher", "Score of that")
     return Finding(kind, "warning", len(order), one, many, advice, heads, examples, of)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.batch import Ragged
-from vembed.data.python_inputs import items_of, refuse_other_modalities
+from vembed.data.python_rows import items_of, refuse_other_modalities
 from vembed.evaluation.encode import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vembed.batch import ImageLimits, Modality
-    from vembed.data.python_inputs import ItemInput
+    from vembed.data.python_rows import ItemInput
     from vembed.evaluation.benchmark.searchers import Timing
     from vembed.evaluation.encode import ItemEncoder, Vectors
     from vembed.workflows.search.index import Hit, SearchIndex

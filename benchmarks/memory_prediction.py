@@ -35,9 +35,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import prepare_device
 from vembed.gradcache.engine import Pool
 from vembed.losses.base import BatchStructure
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.narrow import narrow_frozen
-from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters import add_adapters, freeze, narrow_frozen
 from vembed.models.colbert import SEEN, ColbertEncoder
 from vembed.models.composed_towers import ComposedTowers
 from vembed.models.keys import AdapterKeys, ModelKeys

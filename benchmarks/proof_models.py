@@ -87,7 +87,7 @@ def add_lora(encoder: Encoder) -> None:
     """Add adapters, with random numbers where they begin with zeros: these would hide half of the gradients."""
     import torch
 
-    from vembed.models.adapters.lora import add_adapters
+    from vembed.models.adapters import add_adapters
 
     add_adapters(encoder, LORA)
     for name, parameter in encoder.named_parameters():

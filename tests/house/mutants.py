@@ -163,7 +163,7 @@ MUTANTS = (
     ),
     Mutant(
         "LoRA: half of the delta merged",
-        "models/adapters/lora.py",
+        "models/adapters.py",
         "+ delta.to(wide)).to(",
         "+ 0.5 * delta.to(wide)).to(",
         "adapters and (text or dual) and (bert or clip)",

@@ -9,9 +9,8 @@ import torch
 from model_cases import embed, load, wordpiece_tokenizer
 from transformers import BertConfig, BertModel
 
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.quantized import four_bit_config
-from vembed.models.adapters.trained import base_fingerprint, changing_names, save_trained
+from vembed.models.adapters import add_adapters, base_fingerprint, changing_names, save_trained
+from vembed.models.files import four_bit_config
 from vembed.models.keys import AdapterKeys
 
 if TYPE_CHECKING:

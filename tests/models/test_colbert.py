@@ -26,8 +26,7 @@ from safetensors.torch import load_file, save_file
 import vembed
 from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.trained import changing_names, save_trained
+from vembed.models.adapters import add_adapters, changing_names, save_trained
 from vembed.models.export.write import ExportRequest, export_model
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.late import TokenHead, new_layer

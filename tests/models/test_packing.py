@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vembed.models import attention
-from vembed.models.adapters.lora import add_adapters
+from vembed.models.adapters import add_adapters
 from vembed.models.keys import AdapterKeys
 from vembed.models.packing import PACKED_TYPES
 from vembed.models.pooling import POOLING_MODES

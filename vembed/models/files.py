@@ -7,6 +7,7 @@ pinned revision, pickled weights need `allow_pickle` (and are then read with wei
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 import json
 import os
@@ -23,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 from vembed.batch import Background
 from vembed.errors import ConfigError, MachineError
 from vembed.files import is_folder
-from vembed.models.adapters.quantized import four_bit_config
 from vembed.models.checked_files import (
     CONFIG_KINDS,
     KINDS,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.models.encoder import Encoder
     from vembed.models.keys import ModelKeys
@@ -463,3 +463,25 @@ def prepare_backbone(backbone: PreTrainedModel) -> None:
     for config in (backbone.config, backbone.config.get_text_config()):
         if getattr(config, "use_cache", False):
             config.use_cache = False  # keys and values of past tokens: nothing here generates text
+
+
+def four_bit_config() -> BitsAndBytesConfig:
+    """Return how transformers loads weights in 4 bits: NormalFloat, its constants quantized too, bfloat16 products.
+
+    Raises:
+        MachineError: bitsandbytes or a CUDA device is missing.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MachineError(
+            "load_in_4bit needs bitsandbytes, which is missing: pip install 'vembed[qlora]', or set load_in_4bit: false"
+        )
+    if not torch.cuda.is_available():
+        raise MachineError("load_in_4bit needs a CUDA device, and this machine has none: set load_in_4bit: false")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )

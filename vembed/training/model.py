@@ -13,9 +13,7 @@ from vembed.distributed.starting_weights import Outline, receive
 from vembed.errors import ConfigError, MachineError, NonFiniteError, VembedError
 from vembed.files import new_folder
 from vembed.losses.base import LossCommon
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.trainable import freeze
-from vembed.models.adapters.trained import base_fingerprint
+from vembed.models.adapters import add_adapters, base_fingerprint, freeze
 from vembed.models.cross_encoder import CrossEncoder
 from vembed.models.files import DTYPES, save_background
 from vembed.models.keys import ModelKeys, renamed

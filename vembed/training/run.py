@@ -41,8 +41,7 @@ from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.memory import out_of_memory_advice
-from vembed.models.adapters.lora import has_adapters, takes_adapters
-from vembed.models.adapters.narrow import narrow_frozen
+from vembed.models.adapters import has_adapters, narrow_frozen, takes_adapters
 from vembed.models.compiling import compile_errors_explained, compile_layers
 from vembed.models.files import DTYPES
 from vembed.plan.batch import step_batches

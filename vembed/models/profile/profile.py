@@ -24,9 +24,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from vembed.errors import ConfigError
-from vembed.models.adapters.lora import add_adapters, takes_adapters
-from vembed.models.adapters.narrow import narrow_frozen
-from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters import add_adapters, freeze, narrow_frozen, takes_adapters
 from vembed.models.exportable import sample_vectors
 from vembed.models.files import DTYPES
 from vembed.models.keys import AdapterKeys, ModelKeys

@@ -64,8 +64,8 @@ def text_encoder(shape: dict[str, Any], device: str, dtype: str = "float32", tok
     import torch
     from transformers import AutoConfig, PreTrainedModel
 
-    from vembed.models.files import DTYPES, prepare_backbone, tokenizer_facts
     from vembed.models.formats import TextSpec
+    from vembed.models.hub import DTYPES, prepare_backbone, tokenizer_facts
     from vembed.models.text import TextEncoder
     from vembed.models.text_spec import family_of, is_causal
 

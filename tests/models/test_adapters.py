@@ -12,7 +12,7 @@ from picture_cases import DUAL_BUILDERS, TINY, VISION_BUILDERS, write_open_clip,
 
 from vembed.errors import ConfigError, MachineError
 from vembed.models.adapters import add_adapters, freeze
-from vembed.models.files import four_bit_config
+from vembed.models.hub import four_bit_config
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig

@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 
 from vembed.errors import ConfigError
-from vembed.models.files import ModelFiles
+from vembed.models.hub import ModelFiles
 from vembed.models.keys import ModelKeys
 from vembed.models.pooling import POOLING_MODES
 from vembed.models.text import TextEncoder

@@ -27,8 +27,7 @@ from torch import nn
 from vembed.distributed.shards import keep_asked_dtype
 from vembed.errors import ConfigError
 from vembed.models.encoder import TrainedPart
-from vembed.models.files import save_background
-from vembed.models.fingerprint import tensors_sha256
+from vembed.models.hub import save_background, tensors_sha256
 from vembed.models.plannable import is_within
 
 if TYPE_CHECKING:

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from vembed.batch import Item, Side
     from vembed.models.colbert_format import LateFolder
     from vembed.models.exportable import Form, Recipe
-    from vembed.models.files import ModelFiles
     from vembed.models.formats import TextSpec
+    from vembed.models.hub import ModelFiles
     from vembed.models.keys import ModelKeys
     from vembed.models.late import TokenHead
 

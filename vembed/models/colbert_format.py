@@ -22,7 +22,6 @@ import torch
 
 from vembed.errors import ConfigError
 from vembed.models.checked_files import broken, load_tensors
-from vembed.models.files import WEIGHTS_FILE
 from vembed.models.formats import (
     MODULES_FILE,
     Dense,
@@ -39,6 +38,7 @@ from vembed.models.formats import (
     write_json,
     write_module_list,
 )
+from vembed.models.hub import WEIGHTS_FILE
 from vembed.models.late import new_layer
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Side
     from vembed.models.colbert import ColbertEncoder
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
 
 GENERAL_FILE = "config_sentence_transformers.json"
 TOKENS = "token_embeddings"

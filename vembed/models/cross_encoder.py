@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from vembed.errors import ConfigError
-from vembed.models.files import ModelFiles
-from vembed.models.fingerprint import tensors_sha256
+from vembed.models.hub import ModelFiles, tensors_sha256
 from vembed.text import first_line
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from vembed.batch import Features, Item, Modality, Side
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.pictures import Normalisation
 
 Similarity: TypeAlias = Literal["cosine", "dot"]

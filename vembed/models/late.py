@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Side
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.plannable import TowerInputs
 
 NEW_DIMENSION = 128

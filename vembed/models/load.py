@@ -2,7 +2,7 @@
 
 1. `class_of` asks the classes of ENCODERS in order, plugins first; the first that recognises the model takes it.
 2. A key that is set and that this class doesn't read is refused, not ignored.
-3. The class loads the model from its files (`vembed.models.files`).
+3. The class loads the model from its files (`vembed.models.hub`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from vembed import collector_paused
 from vembed.batch import Image
 from vembed.errors import ConfigError
 from vembed.models.checked_files import unreadable
-from vembed.models.files import ModelFiles, SkeletonFiles, saved_background
 from vembed.models.formats import read_modules
+from vembed.models.hub import ModelFiles, SkeletonFiles, saved_background
 from vembed.models.keys import ModelKeys, model_names
 from vembed.models.names import BUILTIN_PREFIX, is_builtin
 from vembed.models.pictures import blank_png

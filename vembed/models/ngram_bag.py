@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from vembed.batch import Features, Ragged, texts_of
 from vembed.models.checked_files import read_settings
 from vembed.models.encoder import About, Encoder
-from vembed.models.files import save_weights
+from vembed.models.hub import save_weights
 from vembed.models.plannable import ROWS, Tower, TowerInputs
 from vembed.models.pooling import unit
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
 
 CONFIG_FILE = "vembed_ngram_bag.json"
 

@@ -21,7 +21,6 @@ from vembed.batch import Features, Ragged, texts_of
 from vembed.errors import ConfigError
 from vembed.models.checked_files import broken, load_tensors, read_bytes
 from vembed.models.encoder import NO_PROMPTS, About, Encoder
-from vembed.models.files import WEIGHTS_FILE
 from vembed.models.formats import (
     Dense,
     is_cosine,
@@ -32,6 +31,7 @@ from vembed.models.formats import (
     read_prompts,
     write_modules,
 )
+from vembed.models.hub import WEIGHTS_FILE
 from vembed.models.names import is_builtin
 from vembed.models.plannable import ROWS, Tower, TowerInputs
 from vembed.models.tiny_transformer import train_bpe
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item, Side
     from vembed.models.exportable import Form
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
 
 KIND = "StaticEmbedding"
 TOKENIZER_FILE = "tokenizer.json"

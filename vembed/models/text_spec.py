@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from vembed.batch import Side
-    from vembed.models.files import ModelFiles
     from vembed.models.formats import TextFolder
+    from vembed.models.hub import ModelFiles
     from vembed.models.keys import ModelKeys
     from vembed.models.pooling import PoolingMode
 

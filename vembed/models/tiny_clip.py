@@ -27,7 +27,7 @@ from vembed.errors import ConfigError
 from vembed.models.checked_files import read_json, read_settings
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
-from vembed.models.files import save_weights
+from vembed.models.hub import save_weights
 from vembed.models.ngram_bag import SAMPLE_GRAMS, NgramBag, NgramBagConfig, Size, grams_without_values
 from vembed.models.pictures import process_pictures, rows_of
 from vembed.models.plannable import Tower, TowerInputs, picture_inputs
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Image, Side
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
 
 CONFIG_FILE = "vembed_tiny_clip.json"
 

@@ -14,14 +14,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from vembed.models.encoder import About
-from vembed.models.files import prepare_backbone, tokenizer_facts
 from vembed.models.formats import TextSpec
+from vembed.models.hub import prepare_backbone, tokenizer_facts
 from vembed.models.text import TextEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY_SIZE = 8192

@@ -13,7 +13,7 @@ from vembed.config.schema import default_of
 from vembed.data.picture_survey import ItemCounts, refuse_unread
 from vembed.distributed.runtime import start_runtime
 from vembed.json_text import fit
-from vembed.models.files import DTYPES
+from vembed.models.hub import DTYPES
 from vembed.models.keys import model_names, renamed
 from vembed.models.load import load_skeleton
 from vembed.models.names import locate, scratch_rate

@@ -43,7 +43,7 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.memory import out_of_memory_advice
 from vembed.models.adapters import has_adapters, narrow_frozen, takes_adapters
 from vembed.models.compiling import compile_errors_explained, compile_layers
-from vembed.models.files import DTYPES
+from vembed.models.hub import DTYPES
 from vembed.plan.batch import step_batches
 from vembed.plan.text import comparison, explain, explain_fully
 from vembed.redact import redact

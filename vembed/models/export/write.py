@@ -29,7 +29,7 @@ from vembed.files import new_folder
 from vembed.models.export.graph import Graph, GraphRequest, write_graphs
 from vembed.models.export.serve import SERVE_FILE, serve_page
 from vembed.models.exportable import TEXTS, largest_difference, sample_pngs, sample_vectors, writable_forms
-from vembed.models.files import DTYPES, ModelFiles, quiet_loading, save_background
+from vembed.models.hub import DTYPES, ModelFiles, quiet_loading, save_background
 from vembed.models.keys import ModelKeys
 from vembed.models.load import encoder_classes, load_encoder
 

@@ -26,7 +26,7 @@ from torch import nn
 from vembed.errors import ConfigError
 from vembed.models.adapters import add_adapters, freeze, narrow_frozen, takes_adapters
 from vembed.models.exportable import sample_vectors
-from vembed.models.files import DTYPES
+from vembed.models.hub import DTYPES
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder, load_skeleton
 from vembed.models.plannable import WORDS, one_picture, parameters_within

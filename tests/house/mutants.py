@@ -220,14 +220,14 @@ MUTANTS = (
     ),
     Mutant(
         "packing: positions run on over rows",
-        "models/packing.py",
+        "models/attention.py",
         "position_T = torch.arange(num_tokens, device=device) - starts_S1[segment_T]",
         "position_T = torch.arange(num_tokens, device=device)",
         "text and bert and end_to_end",
     ),
     Mutant(
         "packing: rows attend to each other",
-        "models/packing.py",
+        "models/attention.py",
         "segment_T = segments_S.repeat_interleave(lengths_S, output_size=num_tokens)",
         "segment_T = segments_S.repeat_interleave(lengths_S, output_size=num_tokens) * 0",
         "text and bert and end_to_end",

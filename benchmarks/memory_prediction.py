@@ -40,10 +40,10 @@ from vembed.models.colbert import SEEN, ColbertEncoder
 from vembed.models.composed_towers import ComposedTowers
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_skeleton
-from vembed.models.ngram_bag import NgramBag
 from vembed.models.plannable import ROWS, one_picture
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
+from vembed.models.tables import NgramBag
 from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
 from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_late import VisionLateEncoder

@@ -32,7 +32,7 @@ from vision_language_cases import write_vision_language
 from vembed.batch import Composed
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:

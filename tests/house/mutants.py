@@ -43,14 +43,14 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "static: sum for mean",
-        "models/static.py",
+        "models/tables.py",
         'inputs["offsets"], mode="mean")',
         'inputs["offsets"], mode="sum")',
         "static and (company or form)",
     ),
     Mutant(
         "static: the longest text isn't written",
-        "models/static.py",
+        "models/tables.py",
         "self.tokenizer.save(str(folder / TOKENIZER_FILE))",
         "self.tokenizer.no_truncation()\n        self.tokenizer.save(str(folder / TOKENIZER_FILE))",
         "static and short",

@@ -15,7 +15,7 @@ from vembed.models.adapters import add_adapters, freeze
 from vembed.models.hub import four_bit_config
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:

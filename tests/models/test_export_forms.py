@@ -25,7 +25,7 @@ from vembed.models.exportable import largest_difference, sample_vectors, writabl
 from vembed.models.formats import Dense
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.text import TextEncoder
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 

@@ -22,7 +22,7 @@ from vembed.models.export.graph import GRAPH, QUANTIZED, GraphRequest
 from vembed.models.export.write import Exported, ExportRequest, export_model
 from vembed.models.formats import Dense
 from vembed.models.keys import ModelKeys
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.text import TextEncoder
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from vembed.models.export.serve import SERVE_FILE, serve_page
 from vembed.models.export.write import ExportRequest, export_model
 from vembed.models.keys import ModelKeys
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -26,7 +26,7 @@ from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.models.static import StaticEncoder
+from vembed.models.tables import StaticEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path

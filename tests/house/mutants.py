@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         "late: longest vectors cut across rows",
         "models/late.py",
-        '        order_C = order_C[inputs["row_of_token"][order_C].sort(stable=True).indices]\n',
+        '                order_C = order_C[inputs["row_of_token"][order_C].sort(stable=True).indices]\n',
         "",
         "colbert and topk",
     ),

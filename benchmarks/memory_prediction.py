@@ -40,9 +40,9 @@ from vembed.models.colbert import SEEN, ColbertEncoder
 from vembed.models.composed_towers import ComposedTowers
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_skeleton
+from vembed.models.measure import ProfileTarget
 from vembed.models.plannable import ROWS, one_picture
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.profile import profile_model
 from vembed.models.tables import NgramBag
 from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
 from vembed.models.vision_language import VisionLanguageEncoder

@@ -49,9 +49,8 @@ from vembed.models.adapters import add_adapters, save_trained, takes_adapters
 from vembed.models.export.write import TOLERANCE, ExportRequest, export_model
 from vembed.models.exportable import FORMS, writable_forms
 from vembed.models.keys import AdapterKeys, ModelKeys
-from vembed.models.profile.live import LiveBytes
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.measure import LiveBytes, ProfileTarget
+from vembed.models.profile import profile_model
 from vembed.plan.problem import Way
 
 if TYPE_CHECKING:

@@ -170,17 +170,16 @@ MUTANTS = (
     ),
     Mutant(
         "plan: half of what grows with tokens",
-        "models/profile/live.py",
+        "models/measure.py",
         "per_token += count * size / (rows * width)",
         "per_token += count * size / (rows * width) / 2",
         "plan and text and bert",
     ),
     Mutant(
         "plan: layers counted twice",
-        "models/profile/profile.py",
-        "        checkpointed = checkpointed or plain\n",
-        "        plain = replace(plain, saved=replace(plain.saved, per_token=2 * plain.saved.per_token))\n"
-        "        checkpointed = checkpointed or plain\n",
+        "models/profile.py",
+        "        return CallCosts(CallCost(**saved), last.transient)\n",
+        '        saved["per_token"] *= 2\n        return CallCosts(CallCost(**saved), last.transient)\n',
         "plan and text and bert",
     ),
     Mutant(

@@ -17,8 +17,8 @@ from vembed.errors import ConfigError
 from vembed.models.adapters import merge_adapters, narrow_frozen
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
 from vembed.plan.devices import parse_devices
 from vembed.plan.plan import make_plan
 from vembed.plan.problem import DataSize

@@ -30,8 +30,8 @@ from vembed.models.adapters import add_adapters, changing_names, save_trained
 from vembed.models.export.write import ExportRequest, export_model
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.late import TokenHead, new_layer
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,8 +25,8 @@ from vembed.models.composed_towers import ComposedTowers
 from vembed.models.exportable import sample_vectors, writable_forms
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import encoder_classes, load_encoder
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,8 +25,8 @@ from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure, LossCommon
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
 from vembed.registry import ENCODERS, LOSSES
 
 if TYPE_CHECKING:

@@ -31,9 +31,9 @@ from vembed.models import attention
 from vembed.models.adapters import add_adapters
 from vembed.models.attention import PACKED_TYPES
 from vembed.models.keys import AdapterKeys
+from vembed.models.measure import ProfileTarget, become_fake
+from vembed.models.measure import _autocast as autocast
 from vembed.models.pooling import POOLING_MODES
-from vembed.models.profile.measure import ProfileTarget, become_fake
-from vembed.models.profile.measure import _autocast as autocast
 
 if TYPE_CHECKING:
     from pathlib import Path

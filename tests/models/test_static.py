@@ -24,8 +24,8 @@ from vembed.losses.base import BatchStructure
 from vembed.models.adapters import freeze
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
 from vembed.models.tables import StaticEncoder
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from vembed.models.adapters import add_adapters, base_fingerprint, freeze
 from vembed.models.hub import DTYPES, save_background
 from vembed.models.keys import ModelKeys, renamed
 from vembed.models.load import is_from_scratch, load_encoder, load_skeleton
-from vembed.models.profile.profile import CANNOT_RUN
+from vembed.models.profile import CANNOT_RUN
 from vembed.models.st_library import CrossEncoder
 from vembed.training.data import image_limits
 from vembed.vectors.keys import teacher_gives_scores

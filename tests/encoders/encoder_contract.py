@@ -46,7 +46,7 @@ from vembed.losses.base import BatchLoss, BatchStructure
 from vembed.losses.colbert import ColbertLoss
 from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters import add_adapters, save_trained, takes_adapters
-from vembed.models.export.write import TOLERANCE, ExportRequest, export_model
+from vembed.models.export import TOLERANCE, ExportRequest, export_model
 from vembed.models.exportable import FORMS, writable_forms
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.measure import LiveBytes, ProfileTarget

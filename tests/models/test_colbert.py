@@ -27,7 +27,7 @@ import vembed
 from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError
 from vembed.models.adapters import add_adapters, changing_names, save_trained
-from vembed.models.export.write import ExportRequest, export_model
+from vembed.models.export import ExportRequest, export_model
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.late import TokenHead, new_layer
 from vembed.models.measure import ProfileTarget

@@ -20,8 +20,10 @@ CORPUS = [f"{text} {number} lorem{number % 7} ipsum{number % 5}" for number in r
 
 BUILD_SCRIPT = """
 import hashlib, sys
-from vembed.models.tiny_transformer import _train_tokenizer
-tokenizer = _train_tokenizer(sys.stdin.read().splitlines())
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
+texts = sys.stdin.read().splitlines()
+tokenizer = load_encoder(ModelKeys(model_name="builtin:tiny-transformer"), texts).tokenizer
 print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 """
 

@@ -161,8 +161,8 @@ class ColbertEncoder(TextEncoder):
             counts = ~np.isin(ids.values, self._skipped_ids)
             counts[ids.offsets[:-1][_sums(counts, ids) == 0]] = True  # a text of punctuation alone keeps a vector
         counted = Ragged(_positions(ids)[counts], np.concatenate([[0], np.cumsum(_sums(counts, ids))]))
-        own = Features({"input_ids": ids}, ids.lengths, {SEEN: seen}, features.num_truncated)
-        return self.head.with_vectors(own, counted, side)
+        filled = Features({"input_ids": ids}, ids.lengths, {SEEN: seen}, features.num_truncated)
+        return self.head.with_vectors(filled, counted, side)
 
     def num_vectors(self, features: Features) -> NDArray[np.int64]:
         """Return how many vectors each row has."""

@@ -394,7 +394,7 @@ def serve_page(folder: Path, name: str) -> str:
         name: What the folder is called where it is served, or an id of the hub.
     """
     served = read_served(folder)
-    place = name if "/" in name else f"./{name}"
+    address = name if "/" in name else f"./{name}"
     duties = [
         f"- Put `{_plain(json.dumps(prompt, ensure_ascii=False))}` before each {side}."
         for side, prompt in served.prompts.items()
@@ -409,7 +409,7 @@ def serve_page(folder: Path, name: str) -> str:
     parts += ["## What your client does", "\n".join(duties)] if duties else []
     sections = {"text-embeddings-inference": _tei, "vLLM": _vllm, "Infinity": _infinity}
     for server, section in sections.items():
-        obstacle, lines = section(served, place)
+        obstacle, lines = section(served, address)
         parts += [f"## {server}", *([f"Not for this model: {obstacle}."] if obstacle else lines)]
     return "\n\n".join(parts) + "\n"
 
@@ -421,7 +421,7 @@ def _not_served(served: Served, takes: str) -> str:
     return f"the server takes only {takes}, with one vector for each"
 
 
-def _tei(served: Served, place: str) -> tuple[str, list[str]]:
+def _tei(served: Served, address: str) -> tuple[str, list[str]]:
     """Return why text-embeddings-inference can't serve a model, "" where it can, and its section."""
     if not served.is_text:
         return _not_served(served, "transformers of texts"), []
@@ -430,8 +430,8 @@ def _tei(served: Served, place: str) -> tuple[str, list[str]]:
     if not served.pooling:
         return ONLY_POOLS, []
     image = "ghcr.io/huggingface/text-embeddings-inference"
-    where = f'-v "$PWD"/{shlex.quote(place[2:])}:/model' if place.startswith("./") else "-e HF_TOKEN"
-    model = "/model" if place.startswith("./") else shlex.quote(place)
+    where = f'-v "$PWD"/{shlex.quote(address[2:])}:/model' if address.startswith("./") else "-e HF_TOKEN"
+    model = "/model" if address.startswith("./") else shlex.quote(address)
     body: dict[str, Any] = {"inputs": [EXAMPLE], "truncate": True, "normalize": "Normalize" in served.modules}
     if "query" in served.prompts:
         body["prompt_name"] = "query"
@@ -452,7 +452,7 @@ def _tei(served: Served, place: str) -> tuple[str, list[str]]:
     return "", lines
 
 
-def _vllm(served: Served, place: str) -> tuple[str, list[str]]:
+def _vllm(served: Served, address: str) -> tuple[str, list[str]]:
     """Return why vLLM can't serve a model, "" where it can, and its section."""
     if served.model_type not in PAIR_TYPES:
         if not served.is_text:
@@ -464,10 +464,10 @@ def _vllm(served: Served, place: str) -> tuple[str, list[str]]:
             return ONLY_POOLS, []
     length = "" if served.max_length is None else f" --max-model-len {served.max_length}"
     text = served.prompts.get("query", "") + EXAMPLE
-    body = {"model": place, "input": [text], "truncate_prompt_tokens": -1}
+    body = {"model": address, "input": [text], "truncate_prompt_tokens": -1}
     lines = [
         _shell(
-            f"vllm serve {shlex.quote(place)} --runner pooling --dtype {served.dtype}{length}",
+            f"vllm serve {shlex.quote(address)} --runner pooling --dtype {served.dtype}{length}",
             _curl("http://localhost:8000/v1/embeddings", body),
         )
     ]
@@ -481,19 +481,19 @@ def _vllm(served: Served, place: str) -> tuple[str, list[str]]:
     return "", lines
 
 
-def _infinity(served: Served, place: str) -> tuple[str, list[str]]:
+def _infinity(served: Served, address: str) -> tuple[str, list[str]]:
     """Return why Infinity can't serve a model, "" where it can, and its section."""
     if served.model_type not in PAIR_TYPES:
         if not served.is_text:
             return _not_served(served, "transformers of texts, CLIP and SigLIP"), []
         if "Normalize" not in served.modules:
             return "the server gives every vector unit length, and this model's lengths count", []
-    body: dict[str, Any] = {"model": place, "input": [served.prompts.get("query", "") + EXAMPLE]}
+    body: dict[str, Any] = {"model": address, "input": [served.prompts.get("query", "") + EXAMPLE]}
     dtype = served.dtype if served.dtype in ("float32", "float16", "bfloat16") else "float32"
     lines = [
         _shell(
             "pip install 'infinity-emb[all]'",
-            f"infinity_emb v2 --model-id {shlex.quote(place)} --engine torch --dtype {dtype} --port 7997",
+            f"infinity_emb v2 --model-id {shlex.quote(address)} --engine torch --dtype {dtype} --port 7997",
             _curl("http://localhost:7997/embeddings", body),
         )
     ]

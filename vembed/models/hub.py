@@ -85,9 +85,9 @@ class ModelFiles:
         self.folder = Path(self.name) if is_folder(self.name) else None
         self.dtype = DTYPES[keys.torch_dtype]
         self.device = torch.device("cpu")  # where parameters are made
-        self.has_weights = True  # whether weights are read; else parameters stay as they are made
-        self.reads_items = True  # whether items will be read by tokenizer and image processor
-        self.image_tower = False  # whether only the image tower of a model of two is meant
+        self.has_weights = True  # weights are read; else parameters stay as they are made
+        self.reads_items = True  # items will be read by tokenizer and image processor
+        self.image_tower = False  # only the image tower of a model of two is meant
         self.shape: Mapping[str, Any] = {}  # the config of a model of which there is nothing else
         self._configs: dict[str, PreTrainedConfig] = {}  # by subfolder
 
@@ -112,12 +112,12 @@ class ModelFiles:
         from transformers.utils.hub import cached_file
 
         try:
-            found = cached_file(
+            path = cached_file(
                 self.name, file, revision=self.keys.model_revision, _raise_exceptions_for_missing_entries=False
             )
         except (OSError, ValueError) as error:
             raise self._unreachable(error) from error
-        return None if found is None else Path(found)
+        return None if path is None else Path(path)
 
     def read_json(self, file: str, kind: type[dict[str, Any]] | type[list[Any]] = dict, *, others: bool = False) -> Any:
         """Return what one of the model's JSON files holds; an empty object or list where there is no such file.
@@ -190,11 +190,11 @@ class ModelFiles:
 
     def _checked(self, tokenizer: PreTrainedTokenizerBase, prefix: str) -> PreTrainedTokenizerBase:
         """Return a tokenizer with the padding token that the user wants, and refuse one that no file describes."""
-        own = tuple(tokenizer.vocab_files_names.values())  # empty where there is no vocabulary, as with bytes
+        known = tuple(tokenizer.vocab_files_names.values())  # empty where there is no vocabulary, as with bytes
         usual = ("tokenizer.json", "tokenizer.model", "tekken.json")
-        if own and not any(self.read(prefix + file) for file in (*usual, *own)):
+        if known and not any(self.read(prefix + file) for file in (*usual, *known)):
             raise ConfigError(
-                f"{self.name} has no tokenizer: none of {', '.join(dict.fromkeys((*own, *usual)))} is there. "
+                f"{self.name} has no tokenizer: none of {', '.join(dict.fromkeys((*known, *usual)))} is there. "
                 f"Copy the tokenizer's files beside its config.json"
             )
         if (pad_token := self.keys.pad_token) is not None:
@@ -470,10 +470,12 @@ def saved_background(files: ModelFiles) -> Background:
     """
     if ":" in files.name and files.folder is None:  # a name of open_clip or a built-in one: no folder of ours
         return "white"
-    found = files.read_json(PICTURES_FILE).get("image_background", "white")
-    if found not in get_args(Background):
-        raise ConfigError(f"{files.name}: {PICTURES_FILE} names the image_background {found!r}; set image_background")
-    return cast("Background", found)
+    background = files.read_json(PICTURES_FILE).get("image_background", "white")
+    if background not in get_args(Background):
+        raise ConfigError(
+            f"{files.name}: {PICTURES_FILE} names the image_background {background!r}; set image_background"
+        )
+    return cast("Background", background)
 
 
 # --- Fingerprints -----------------------------------------------------------------------------------------------------

@@ -139,8 +139,8 @@ class TokenHead(nn.Module):
         def make() -> dict[str, Tensor]:
             counted = Ragged.from_rows([np.arange(tokens.width)] * ROWS)
             features = self.with_vectors(Features({}, counted.lengths), counted, "document")
-            own = self.collate(features, np.arange(ROWS), tokens.width)
-            return tokens.make() | {name: each.to("meta") for name, each in own.items()}
+            inputs = self.collate(features, np.arange(ROWS), tokens.width)
+            return tokens.make() | {name: tensor.to("meta") for name, tensor in inputs.items()}
 
         return replace(tokens, make=make)
 

@@ -140,17 +140,17 @@ def _read_multi_vector(files: ModelFiles, general: dict[str, Any]) -> LateFolder
     expansion = transformer.get("query_expansion") or {}
     expand_to = int(expansion.get("length", 0))
     longest = expand_to if expansion.get("strategy") == "fixed" else int(transformer.get("query_length") or 0)
-    prompts, own = read_prompts(general, name), general.get("vembed") or {}
+    prompts, ours = read_prompts(general, name), general.get("vembed") or {}
     spec = LateSpec(
         query_length=max(longest, expand_to),
         expand_to=expand_to,
         attends=bool(expansion.get("attend", False)),
         filling=expansion.get("token"),
         skipped=tuple(mask.get("skiplist_words") or ()),
-        topk_tokens=own.get("topk_tokens"),
+        topk_tokens=ours.get("topk_tokens"),
         pool_factor=float(pooling[0].get("pool_factor", 1.0)) if pooling else 1.0,
         protected=int(pooling[0].get("num_protected_tokens", 1)) if pooling else 1,
-        markers=own.get("markers") or {},
+        markers=ours.get("markers") or {},
     )
     length = transformer.get("document_length") or transformer.get("max_seq_length")
     return LateFolder(_text(paths, transformer, prompts, length), spec, tuple(paths["Dense"]))
@@ -267,11 +267,13 @@ def write_late(encoder: ColbertEncoder, folder: Path) -> None:
         "default_prompt_name": None,
         "similarity_fn_name": "maxsim",
     }
-    own: dict[str, object] = {"markers": dict(late.markers)} if late.markers else {}
+    ours: dict[str, object] = (
+        {"markers": dict(late.markers)} if late.markers else {}
+    )  # the library has no key for these
     if late.topk_tokens is not None:
-        own["topk_tokens"] = late.topk_tokens
-    if own:
-        general["vembed"] = own
+        ours["topk_tokens"] = late.topk_tokens
+    if ours:
+        general["vembed"] = ours
     write_json(folder / GENERAL_FILE, general)
     modules = [("base.modules.transformer.Transformer", "")]
     for layer in encoder.head.layers:
@@ -314,8 +316,8 @@ def turn_to_pylate(encoder: ColbertEncoder, folder: Path) -> None:
             settings = json.loads((folder / path / "config.json").read_text("utf-8"))
             kept = {key: value for key, value in settings.items() if not key.startswith("module_")}
             write_json(folder / path / "config.json", {**kept, "use_residual": False})
-        own = "sentence_transformers.models.Transformer" if kind == "Transformer" else "pylate.models.Dense.Dense"
-        modules.append({**module, "type": own})
+        older = "sentence_transformers.models.Transformer" if kind == "Transformer" else "pylate.models.Dense.Dense"
+        modules.append({**module, "type": older})
     write_json(folder / MODULES_FILE, modules)
     write_json(folder / TRANSFORMER_FILE, {"max_seq_length": spec.max_length, "do_lower_case": spec.lower_case})
     write_json(

@@ -29,7 +29,7 @@ MAX_LENGTH = 128
 
 
 class TinyTransformer(TextEncoder):
-    """How the built-in transformer comes to be; once saved, its folder is that of any text encoder."""
+    """A small BERT that starts from scratch; once saved, its folder is that of any text encoder."""
 
     about = About(
         models="A small BERT, from scratch",
@@ -52,8 +52,22 @@ class TinyTransformer(TextEncoder):
     @classmethod
     def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> TextEncoder:
         """Train a tokenizer on the texts and initialise 4 layers x 256; weights follow torch's global generator."""
-        tokenizer = _train_tokenizer(texts) if files.has_weights else tokenizer_facts(MAX_LENGTH)
-        vocabulary_size = len(tokenizer) if files.has_weights else VOCABULARY_SIZE  # few texts give a smaller one
+        tokenizer: Any = tokenizer_facts(MAX_LENGTH)
+        vocabulary_size = VOCABULARY_SIZE
+        if files.has_weights:
+            bpe = train_bpe(texts, VOCABULARY_SIZE)
+            ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}  # the trainer numbers them first
+            bpe.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
+            tokenizer = PreTrainedTokenizerFast(
+                tokenizer_object=bpe,
+                model_max_length=MAX_LENGTH,
+                pad_token="[PAD]",
+                unk_token="[UNK]",
+                cls_token="[CLS]",
+                sep_token="[SEP]",
+                mask_token="[MASK]",
+            )
+            vocabulary_size = len(tokenizer)  # few texts give a smaller one
         config = BertConfig(
             vocab_size=vocabulary_size,
             hidden_size=256,
@@ -85,19 +99,3 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequen
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def _train_tokenizer(texts: Iterable[str]) -> Any:
-    """Train the tokenizer of a BERT on texts."""
-    tokenizer = train_bpe(texts, VOCABULARY_SIZE)
-    ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}  # the trainer numbers them first
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=MAX_LENGTH,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-    )

@@ -130,6 +130,8 @@ def write_encoder(
     if request.graphs is not None and (why := encoder.why_no_graph()):
         raise ConfigError(f"--format onnx: {why}")
     form = choose_form(encoder, request.form)
+    # Rounded in place, so that only one copy of the weights is in memory, and still computed with in the wider type:
+    # what differs from `before` is the rounding of the weights alone.
     before = sample_vectors(encoder)
     poll()
     round_weights(encoder, dtype)
@@ -141,7 +143,7 @@ def write_encoder(
         raise NonFiniteError(f"rounded to {name}, the model gives NaN or infinity; export it with --dtype bfloat16")
     poll()
     with new_model_folder(output) as folder, quiet_loading():
-        encoder.to(dtype)
+        encoder.to(dtype)  # exact by now
         write_form(encoder, form, folder)
         page = {SERVE_FILE: serve_page(folder, request.served_as or output.name)}
         for name, text in (page | dict(extra_files(encoder, form))).items():
@@ -165,6 +167,7 @@ def write_encoder(
                     f"(they differ by up to {difference:.2g}, allowed are {TOLERANCE:g}). Try another --format, or "
                     f"other versions of the libraries"
                 )
+        # Last, as tracing leaves the encoder changed, and still within the folder that may come to nothing.
         graphs = () if request.graphs is None else write_graphs(stored, folder, request.graphs)
     readers = tuple(f"{reader} {version(reader)}" for reader in read_back)
     rounding = largest_difference(before, wanted)
@@ -201,6 +204,7 @@ def refuse_taken(output: Path, *, overwrite: bool, source: Path | None) -> None:
             f"--output {output} is a Git checkout, which --overwrite would replace as a whole; export beside it and "
             f"copy the files"
         )
+    # Only what looks like a model is ever replaced: a wrong --output must not cost a folder of other files.
     marks = {"config.json", "modules.json", *(encoder.marker for encoder in encoder_classes() if encoder.marker)}
     if not any((output / mark).is_file() for mark in marks):
         raise ConfigError(
@@ -248,6 +252,7 @@ def write_form(encoder: Encoder, form: Form, folder: Path) -> None:
     """Write an encoder, its weights as they are to be stored, without a trace of the place that it was loaded from."""
     encoder.write_form(form, folder)
     save_background(encoder, folder)
+    # transformers notes where a tokenizer came from: a path of this machine has no business in a published folder.
     for path in folder.rglob("tokenizer_config.json"):
         settings = json.loads(path.read_text("utf-8"))
         kept = {key: value for key, value in settings.items() if key not in SOURCE_SETTINGS}
@@ -374,6 +379,7 @@ def read_served(folder: Path) -> Served:
         return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
     config, general, text = read("config.json"), read(GENERAL_FILE), read(TRANSFORMER_FILE)
+    # Servers know one pooling, by these flags, over all tokens: anything else is none to them.
     flags = read("1_Pooling/config.json")
     named = [POOLINGS.get(key, "") for key, on in flags.items() if on is True and key.startswith("pooling_mode_")]
     return Served(

@@ -255,6 +255,7 @@ class ModelFiles:
         return {} if wanted == "auto" else {"attn_implementation": wanted}
 
     def _load(self, auto_class: Any, subfolder: str, **extra: Any) -> Any:
+        # Before the library reads them: its own errors seldom name the file that is damaged.
         if self.folder is not None:
             check_folder(self.folder / subfolder, weights=self.has_weights)
         try:
@@ -365,6 +366,7 @@ class SkeletonFiles(ModelFiles):
 
     def backbone(self, subfolder: str, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:
         """Make the transformer by its config alone."""
+        # A copy, as from_config notes its choice of attention in the config.
         with self.device:
             backbone: PreTrainedModel = auto_class.from_config(
                 copy.deepcopy(config),
@@ -468,6 +470,7 @@ def saved_background(files: ModelFiles) -> Background:
     Raises:
         ConfigError: The file names another one than there are.
     """
+    # Without asking the hub: such a name would cost a request that finds nothing.
     if ":" in files.name and files.folder is None:  # a name of open_clip or a built-in one: no folder of ours
         return "white"
     background = files.read_json(PICTURES_FILE).get("image_background", "white")
@@ -517,5 +520,6 @@ def tensors_sha256(tensors: Iterable[tuple[str, Tensor]], *, sampled_values: int
         if sampled_values is not None:
             values = values[:: max(1, values.numel() // sampled_values)]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # As bytes: numpy has no bfloat16. After sampling, so that little is copied from the device.
         digest.update(values.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

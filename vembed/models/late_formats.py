@@ -137,6 +137,7 @@ def _read_multi_vector(files: ModelFiles, general: dict[str, Any]) -> LateFolder
             )
     if len(pooling) > 1:
         raise ConfigError(f"{name}: modules.json names HierarchicalTokenPooling {len(pooling)} times; once is known")
+    # With the strategy "fixed" all queries have the length of the filling; else they may be longer than it.
     expansion = transformer.get("query_expansion") or {}
     expand_to = int(expansion.get("length", 0))
     longest = expand_to if expansion.get("strategy") == "fixed" else int(transformer.get("query_length") or 0)
@@ -235,6 +236,7 @@ def load_layers(files: ModelFiles, folder: LateFolder) -> list[Dense]:
         raise ConfigError(
             f"{files.name} has no {WEIGHTS_FILE} with its linear layer; convert its pickled weights first"
         )
+    # transformers leaves it out when it loads the BERT around it, and says so only in its log.
     weight = load_tensors(path, "linear.weight")["linear.weight"]
     if weight.ndim != 2 or not weight.is_floating_point():
         raise broken(path, f"linear.weight is {weight.dtype} {tuple(weight.shape)}")
@@ -305,6 +307,7 @@ def fits_pylate(encoder: ColbertEncoder) -> bool:
 
 def turn_to_pylate(encoder: ColbertEncoder, folder: Path) -> None:
     """Turn a folder that `write_late` wrote into one that PyLate 1 loads, on sentence-transformers 5."""
+    # PyLate masks and normalises by itself and knows no such modules; its markers are settings, not prompts.
     late, spec = encoder.late, encoder.spec
     modules = []
     for module in json.loads((folder / MODULES_FILE).read_text("utf-8")):

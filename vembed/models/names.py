@@ -103,9 +103,11 @@ def locate(name: str) -> Located:
     begin, slash, _ = name.partition("/")
     if is_file(folder) or ":" in begin or PAIR_SIGN in name:  # of a shape, `builtin:NAME`, two towers
         return Located(name)
+    # A name of the hub is OWNER/NAME; all else with a slash, and what is there but no folder, was meant as a path.
     is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or os.path.lexists(folder)
     if is_path or (slash and begin not in _OWNERS and is_folder(begin)):  # the hub takes minutes to say so, offline
         raise ConfigError(f"there is no folder {name}{nearest_folder(folder)}; name that of a model, or of a run")
+    # The hub's own answer to a name without an owner reads as if a login were missing.
     begins = {begin: owner for owner, names in _OWNERS.items() for begin in names.split()}
     known = [] if slash else [begin for begin in begins if name.lower().startswith(begin)]
     if known:

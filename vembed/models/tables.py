@@ -404,6 +404,7 @@ def _table(tensors: Mapping[str, Tensor], path: Path) -> Tensor:
         raise broken(path, f"its table is {table.dtype} {tuple(table.shape)}, and must be (tokens, dims) of floats")
     if "embedding.weight" in tensors:
         return table
+    # model2vec lets tokens share rows (`mapping`) and keeps their weights apart: here each token gets its own vector.
     mapping, weights = tensors.get("mapping"), tensors.get("weights")
     if mapping is not None:
         is_list = mapping.ndim == 1 and len(mapping) and not mapping.is_floating_point()

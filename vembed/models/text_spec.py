@@ -326,6 +326,7 @@ def _decide_prompts(
     keys: ModelKeys, folder: TextFolder | None, config: PreTrainedConfig, *, known_by_name: bool
 ) -> tuple[dict[Side, str], dict[str, str]]:
     """Return each side's prompt, and the origin of those that the user didn't set."""
+    # An empty prompt of the user's means none; only None leaves the choice to the files, and then to the name.
     family, known = known_prompts(keys.model_name, config, keys.encoder_mode) if known_by_name else ("", {})
     in_files: Mapping[Side, str] = {} if folder is None else folder.prompts
     asked: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}

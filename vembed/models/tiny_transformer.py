@@ -87,6 +87,7 @@ class TinyTransformer(TextEncoder):
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
     """Train a byte-level BPE on texts, lower-cased, with special tokens in front."""
+    # All 256 bytes are in the alphabet, so that a text of any script is tokens, whatever it was trained on.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()

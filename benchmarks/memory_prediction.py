@@ -35,17 +35,15 @@ from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import prepare_device
 from vembed.gradcache.engine import Pool
 from vembed.losses.base import BatchStructure
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.narrow import narrow_frozen
-from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters import add_adapters, freeze, narrow_frozen
 from vembed.models.colbert import SEEN, ColbertEncoder
 from vembed.models.composed_towers import ComposedTowers
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_skeleton
-from vembed.models.ngram_bag import NgramBag
+from vembed.models.measure import ProfileTarget
 from vembed.models.plannable import ROWS, one_picture
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.profile import profile_model
+from vembed.models.tables import NgramBag
 from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
 from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_late import VisionLateEncoder

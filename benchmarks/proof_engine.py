@@ -236,7 +236,7 @@ def sweep(family: str, setting: Setting, *, packing: bool = False, compile: bool
     import torch
 
     from vembed.errors import MachineError
-    from vembed.models.compiling import compile_layers
+    from vembed.training.compiling import compile_layers
 
     if compile and setting.is_small:
         raise Skipped("compiling for a CPU takes minutes: tests/models/test_compiling.py does it")
@@ -273,7 +273,7 @@ def compiled(setting: Setting) -> Iterator[Finding]:
     import torch
     from engine_workload import batch_of
 
-    from vembed.models.compiling import compile_layers
+    from vembed.training.compiling import compile_layers
 
     if setting.is_small and shutil.which("c++") is None and shutil.which("g++") is None:
         raise Skipped("compiling for a CPU takes a C++ compiler, and there is none")

@@ -64,8 +64,8 @@ def text_encoder(shape: dict[str, Any], device: str, dtype: str = "float32", tok
     import torch
     from transformers import AutoConfig, PreTrainedModel
 
-    from vembed.models.files import DTYPES, prepare_backbone, tokenizer_facts
     from vembed.models.formats import TextSpec
+    from vembed.models.hub import DTYPES, prepare_backbone, tokenizer_facts
     from vembed.models.text import TextEncoder
     from vembed.models.text_spec import family_of, is_causal
 
@@ -87,7 +87,7 @@ def add_lora(encoder: Encoder) -> None:
     """Add adapters, with random numbers where they begin with zeros: these would hide half of the gradients."""
     import torch
 
-    from vembed.models.adapters.lora import add_adapters
+    from vembed.models.adapters import add_adapters
 
     add_adapters(encoder, LORA)
     for name, parameter in encoder.named_parameters():

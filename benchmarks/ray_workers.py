@@ -21,7 +21,7 @@ import torch
 
 import vembed
 from vembed.files import file_sha256
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.vectors import store
 
 SLICE_ROWS = 8192

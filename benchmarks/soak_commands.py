@@ -27,7 +27,7 @@ _MODULES = (
     "bm25s", "tensorboard", "transformers.models.bert.modeling_bert", "vembed.__main__", "vembed.api.retrieval",
     "vembed.entrypoints.evaluate", "vembed.entrypoints.export", "vembed.evaluation.leaderboard",
     "vembed.workflows.merging.choose", "vembed.workflows.merging.report", "vembed.mining.mine", "vembed.mining.report",
-    "vembed.evaluation.report.run_report", "vembed.models.export.write", "vembed.training.card",
+    "vembed.evaluation.report.run_report", "vembed.models.export", "vembed.training.card",
     "vembed.training.run",
 )  # fmt: skip
 

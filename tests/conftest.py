@@ -61,7 +61,7 @@ def bag(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model of texts only: builtin:ngram-bag has 17 million parameters."""
     import torch
 
-    from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+    from vembed.models.tables import NgramBag, NgramBagConfig
 
     folder = tmp_path_factory.mktemp("bag") / "bag"
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ import pytest
 
 import vembed
 from vembed import collector_paused
-from vembed.models.ngram_bag import NgramBag
+from vembed.models.tables import NgramBag
 
 
 @collector_paused()

@@ -233,7 +233,7 @@ def run_bare(python: Path, *words: object, **options: Any) -> subprocess.Complet
 
 @pytest.mark.slow
 def test_engine_losses_and_text_encoders_need_five_packages(bare_python: Path) -> None:
-    modules = "gradcache.engine losses.infonce losses.sigmoid models.text models.adapters.lora training.optimizer"
+    modules = "gradcache.engine losses.infonce losses.sigmoid models.text models.adapters training.optimizer"
     modules += " training.loading distributed.fsdp"
     imports = "; ".join(f"import vembed.{module}" for module in modules.split())
     absent = f"import importlib.util as u; print([n for n in {ELSEWHERE} if u.find_spec(n)])"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
 PRELOAD = [
-    "vembed.training.run", "vembed.models.export.write", "vembed.workflows.search.serve", "vembed.evaluation.benchmark",
+    "vembed.training.run", "vembed.models.export", "vembed.workflows.search.serve", "vembed.evaluation.benchmark",
     "transformers.models.bert.modeling_bert", "torch._dynamo", "torch.utils.tensorboard", "matplotlib.figure",
     "pandas", "faiss",
 ]  # fmt: skip

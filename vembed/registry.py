@@ -147,13 +147,13 @@ TRACKERS = Registry(
 ENCODERS = Registry(
     "encoder",
     {
-        "ngram-bag": "vembed.models.ngram_bag:NgramBag",
+        "ngram-bag": "vembed.models.tables:NgramBag",
         "tiny-clip": "vembed.models.tiny_clip:TinyClip",
         "tiny-transformer": "vembed.models.tiny_transformer:TinyTransformer",
         "composed": "vembed.models.composed_towers:ComposedTowers",
         "tiny-qwen3-vl": "vembed.models.tiny_vision_language:TinyVisionLanguage",
         "open_clip": "vembed.models.open_clip_encoder:OpenClipEncoder",
-        "static": "vembed.models.static:StaticEncoder",
+        "static": "vembed.models.tables:StaticEncoder",
         "vision-late": "vembed.models.vision_late:VisionLateEncoder",
         "vision_language": "vembed.models.vision_language:VisionLanguageEncoder",
         "dual": "vembed.models.dual:DualEncoder",

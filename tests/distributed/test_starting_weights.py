@@ -20,9 +20,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import full_tensors
 from vembed.distributed.starting_weights import Outline
 from vembed.evaluation.provenance import model_key
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.trainable import freeze
-from vembed.models.adapters.trained import base_fingerprint
+from vembed.models.adapters import add_adapters, base_fingerprint, freeze
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.tiny_clip import TinyClip

@@ -1,12 +1,12 @@
 """One tiny model of every encoder family, written as the folder that its users load.
 
 A new family is one row of `CASES`. Everything else about the contract follows from what the encoder states itself:
-its modalities decide the items, `multi_vector` the loss, `export_forms` the folders that are written.
+its modalities decide the items, `multi_vector` the loss, `forms` the folders that are written.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,8 @@ from late_cases import write_bert
 from model_cases import FAMILY_BUILDERS, load_any, wordpiece_tokenizer, write_model
 from picture_cases import (
     EVA_CONFIG,
-    PICTURES,
     TINY,
     VISION_BUILDERS,
-    picture,
     write_open_clip,
     write_picture_model,
 )
@@ -29,79 +27,28 @@ from vision_language_cases import FAMILY_BUILDERS as VISION_LANGUAGE_BUILDERS
 from vision_language_cases import VISION_LANGUAGE_BUILDERS as QWEN_BUILDERS
 from vision_language_cases import write_vision_language
 
-from vembed.batch import Composed
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.tiny_clip import TinyClip
+from vembed.testing.encoders import TEXTS, EncoderCase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
-    from vembed.batch import Item
     from vembed.distributed.fsdp import ShardingMode
-    from vembed.models.encoder import Encoder
-
-TEXTS = (
-    "sea",
-    "The river runs to the sea.",
-    "how do I sort a list in place? use list.sort",
-    "a b",
-    "a red fox",
-    "it returns none",
-    "two round shapes, one of them in blue",
-    "list of rivers",
-)
-"""Of uneven lengths, all within 60 tokens of a tokenizer of bytes."""
 
 PROMPTS = {"query": "find: ", "document": "text: "}
-COMPOSED = (Composed((PICTURES[1],), "in red"), Composed((picture(7),), "a round one"))
-SEVERAL = Composed((PICTURES[2], picture(8)), "two of them")
-
 FLOAT32 = 1e-6
 """Precision of families whose norms and rotations compute in float32, whatever the type of the weights."""
 
 
 @dataclass(frozen=True)
-class EncoderCase:
-    """A model of one family, and the few facts about it that no encoder states itself."""
+class OurCase(EncoderCase):
+    """A case of ours, which two ranks run too."""
 
-    entry: str  # name in ENCODERS
-    kind: str
-    write: Callable[[Path], object]  # makes the folder
-    keys: Mapping[str, Any] = field(default_factory=dict)  # keys of the model that the user gives
-    near: float = 1e-9  # relative precision of float64 vectors
-    sees_padding: bool = False  # convolutions run over padded tokens too
-    fixed_padding: bool = False  # texts are padded to one length and not masked, which is a part of their vector
     sharding: ShardingMode = "sharded"  # of weights over two ranks
-    estimated: bool = False  # the plan can't run it on fake tensors
-    texts_at_most: float = 1.05  # bytes of a call, predicted over real; never below 0.95
-    pictures_at_most: float = 1.05
-    without_gradient: str = "\0"  # substring of parameters that reach no vector
-    breaks: Mapping[str, str] = field(default_factory=dict)  # promise -> why it is known not to hold
-
-    def __str__(self) -> str:
-        return f"{self.entry} {self.kind}".strip()
-
-    def load(self, folder: Path, *, dtype: torch.dtype = torch.float64, **keys: Any) -> Encoder:
-        """Load the model in evaluation mode."""
-        return load_case(folder, {**self.keys, **keys}, dtype=dtype)
-
-
-def load_case(folder: Path, keys: Mapping[str, Any], *, dtype: torch.dtype = torch.float64) -> Encoder:
-    """Load the model of a case, in a process of its own too."""
-    torch.manual_seed(1)  # a new head or projection is drawn
-    return load_any(folder, dtype=dtype, **keys).eval()
-
-
-def items_of(encoder: Encoder) -> tuple[Item, ...]:
-    """Return distinct items of uneven sizes, some of each modality that an encoder takes."""
-    texts = TEXTS if "text" in encoder.modalities else ()
-    pictures = (*PICTURES, picture(5), picture(6, (50, 20))) if "image" in encoder.modalities else ()
-    composed = COMPOSED if "image+text" in encoder.modalities else ()
-    several = (SEVERAL,) if composed and encoder.several_pictures else ()
-    return (*texts, *pictures, *composed, *several)
 
 
 def _write_sentence_transformers(folder: Path, *modules: torch.nn.Module, **general: Any) -> None:
@@ -203,7 +150,7 @@ _SMALL_PICTURES = {"query_prompt": "Find it!", "document_prompt": "", "image_tok
 _COMPUTES_IN_FLOAT32 = {"modernbert", "qwen3", "llama", "mistral", "bidirectional gemma3", "t5", "gte", "nomic_bert"}
 
 TEXT = [
-    EncoderCase(
+    OurCase(
         "text",
         kind,
         partial(write_model, kind=kind),
@@ -214,13 +161,13 @@ TEXT = [
 ]
 
 LIBRARY_RUNS = [
-    EncoderCase("sentence_transformers", "layer norm", partial(_bert_and, behind=_layer_norm)),
+    OurCase("sentence_transformers", "layer norm", partial(_bert_and, behind=_layer_norm)),
     # In the other modes every call of a layer is a collective, and a rank may have no documents for their transformer.
-    EncoderCase("sentence_transformers", "router", _router, sharding="fast"),
-    EncoderCase("sentence_transformers", "convolutions", _convolutions, sees_padding=True),
-    EncoderCase("sentence_transformers", "recurrent", _recurrent, estimated=True),  # packs rows by their lengths
-    EncoderCase("sentence_transformers", "residual", partial(_bert_and, behind=_residual)),
-    EncoderCase(
+    OurCase("sentence_transformers", "router", _router, sharding="fast"),
+    OurCase("sentence_transformers", "convolutions", _convolutions, sees_padding=True),
+    OurCase("sentence_transformers", "recurrent", _recurrent, estimated=True),  # packs rows by their lengths
+    OurCase("sentence_transformers", "residual", partial(_bert_and, behind=_residual)),
+    OurCase(
         "sentence_transformers",
         "order, no prompt",
         partial(_bert_and, behind=_dense_behind_normalize, include_prompt=False),
@@ -228,25 +175,25 @@ LIBRARY_RUNS = [
     ),
 ]
 
-PICTURES_ALONE = [EncoderCase("vision", kind, partial(write_picture_model, kind=kind)) for kind in VISION_BUILDERS]
+PICTURES_ALONE = [OurCase("vision", kind, partial(write_picture_model, kind=kind)) for kind in VISION_BUILDERS]
 
 TWO_TOWERS = [
     *(
-        EncoderCase("dual", kind, partial(write_picture_model, kind=kind), **facts)
+        OurCase("dual", kind, partial(write_picture_model, kind=kind), **facts)
         for kind, facts in (
             ("clip", {}),
             ("siglip", {"fixed_padding": True}),
             ("siglip2", {"fixed_padding": True, "estimated": True}),  # reads the shapes of its pictures
         )
     ),
-    EncoderCase("open_clip", "clip", write_open_clip),
-    EncoderCase("open_clip", "eva02", partial(write_open_clip, config=EVA_CONFIG)),
-    EncoderCase("composed", "bert + dinov2", partial(_composed, text="bert", image="dinov2")),
-    EncoderCase("composed", "gpt2 + clip", partial(_composed, text="gpt2", image="clip")),
+    OurCase("open_clip", "clip", write_open_clip),
+    OurCase("open_clip", "eva02", partial(write_open_clip, config=EVA_CONFIG)),
+    OurCase("composed", "bert + dinov2", partial(_composed, text="bert", image="dinov2")),
+    OurCase("composed", "gpt2 + clip", partial(_composed, text="gpt2", image="clip")),
 ]
 
 VISION_LANGUAGE = [
-    EncoderCase(
+    OurCase(
         entry,
         kind,
         partial(write_vision_language, kind=kind.partition(",")[0]),
@@ -266,42 +213,38 @@ VISION_LANGUAGE = [
 ]
 
 LATE_INTERACTION = [
-    EncoderCase("colbert", "all tokens", write_bert, _QUERIES),
-    EncoderCase("colbert", "topk, pooled", write_bert, {**_QUERIES, "topk_tokens": 7, "pool_factor": 1.5}),
-    EncoderCase("colbert", "pooled", write_bert, {**_QUERIES, "pool_factor": 2.0}),
-    EncoderCase("colbert", "not filled up", write_bert, {**_QUERIES, "query_expansion": False}),
+    OurCase("colbert", "all tokens", write_bert, _QUERIES),
+    OurCase("colbert", "topk, pooled", write_bert, {**_QUERIES, "topk_tokens": 7, "pool_factor": 1.5}),
+    OurCase("colbert", "pooled", write_bert, {**_QUERIES, "pool_factor": 2.0}),
+    OurCase("colbert", "not filled up", write_bert, {**_QUERIES, "query_expansion": False}),
     *(
-        EncoderCase("colbert", kind, partial(write_model, kind=kind), _QUERIES, near=FLOAT32)
+        OurCase("colbert", kind, partial(write_model, kind=kind), _QUERIES, near=FLOAT32)
         for kind in ("roberta", "qwen3", "t5")
     ),
     *(
-        EncoderCase("patches", kind, partial(write_picture_model, kind=kind), _NEW_HEAD)
+        OurCase("patches", kind, partial(write_picture_model, kind=kind), _NEW_HEAD)
         for kind in ("dinov2", "dinov3", "mae")
     ),
-    EncoderCase(
-        "patches", "dinov2, topk", partial(write_picture_model, kind="dinov2"), {**_NEW_HEAD, "topk_tokens": 5}
-    ),
-    EncoderCase("patches", "vit, pooled", partial(write_picture_model, kind="vit"), {**_NEW_HEAD, "pool_factor": 3.0}),
+    OurCase("patches", "dinov2, topk", partial(write_picture_model, kind="dinov2"), {**_NEW_HEAD, "topk_tokens": 5}),
+    OurCase("patches", "vit, pooled", partial(write_picture_model, kind="vit"), {**_NEW_HEAD, "pool_factor": 3.0}),
 ]
 
 OUR_OWN = [
-    EncoderCase("ngram-bag", "", _ngram_bag, texts_at_most=_BAG),
-    EncoderCase("tiny-clip", "", _tiny_clip, texts_at_most=1.2),
-    EncoderCase("tiny-transformer", "", partial(_builtin, name="tiny-transformer")),
-    EncoderCase(
-        "tiny-qwen3-vl", "", partial(_builtin, name="tiny-qwen3-vl"), near=FLOAT32, pictures_at_most=_CONVERSATION
-    ),
+    OurCase("ngram-bag", "", _ngram_bag, texts_at_most=_BAG),
+    OurCase("tiny-clip", "", _tiny_clip, texts_at_most=1.2),
+    OurCase("tiny-transformer", "", partial(_builtin, name="tiny-transformer")),
+    OurCase("tiny-qwen3-vl", "", partial(_builtin, name="tiny-qwen3-vl"), near=FLOAT32, pictures_at_most=_CONVERSATION),
 ]
 
-CASES: tuple[EncoderCase, ...] = (
+CASES: tuple[OurCase, ...] = (
     *TEXT,
-    EncoderCase(
+    OurCase(
         "text",
         "bert, prompts, dense",
         partial(_bert_and, behind=_dense, pooling="cls"),
         without_gradient="token_type_embeddings",
     ),
-    EncoderCase(
+    OurCase(
         "text",
         "bert, short",
         partial(write_model, kind="bert"),
@@ -309,9 +252,9 @@ CASES: tuple[EncoderCase, ...] = (
         without_gradient="token_type_embeddings",
     ),
     *LIBRARY_RUNS,
-    EncoderCase("static", "table, dense", _static, texts_at_most=_BAG),
-    EncoderCase("static", "short", partial(_static, dense=False), {"max_seq_length": 9}, texts_at_most=_BAG),
-    EncoderCase("static", "dot product", partial(_static, dense=False, similarity="dot"), texts_at_most=_BAG),
+    OurCase("static", "table, dense", _static, texts_at_most=_BAG),
+    OurCase("static", "short", partial(_static, dense=False), {"max_seq_length": 9}, texts_at_most=_BAG),
+    OurCase("static", "dot product", partial(_static, dense=False, similarity="dot"), texts_at_most=_BAG),
     *PICTURES_ALONE,
     *TWO_TOWERS,
     *VISION_LANGUAGE,

@@ -14,7 +14,7 @@ import pytrec_eval
 import torch
 
 from vembed.entrypoints.evaluate import main
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from vembed.distributed.lock import hold_output
 from vembed.entrypoints import data
 from vembed.entrypoints.options import Options, check
 from vembed.errors import ConfigError
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.registry import COMMANDS
 from vembed.section import facts_of
 

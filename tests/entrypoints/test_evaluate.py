@@ -14,7 +14,7 @@ import pytrec_eval
 from vembed.entrypoints.evaluate import main
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import folder_names
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 from vembed.registry import COMMANDS
 

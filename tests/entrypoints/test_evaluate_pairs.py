@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 from test_benchmark_command import evaluate, write_set
 
 import vembed
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

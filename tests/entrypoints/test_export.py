@@ -25,7 +25,7 @@ from command_cases import ROOT, environment, run_keys
 import vembed.training.card
 from vembed.entrypoints.export import ExportOptions, main
 from vembed.entrypoints.options import check, parse_words
-from vembed.models.export.write import TOLERANCE
+from vembed.models.export import TOLERANCE
 from vembed.models.exportable import sample_pngs
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
@@ -305,7 +305,7 @@ def test_a_stopped_export_leaves_nothing(site: Site, tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
         "from vembed.entrypoints import export\n"
-        "from vembed.models.export import write\n"
+        "from vembed.models import export as write\n"
         "written = write.write_form\n"
         "def stopped(encoder, form, folder):\n"
         "    written(encoder, form, folder)\n"
@@ -327,7 +327,7 @@ def test_a_killed_export_is_no_model_and_the_next_one_clears_up(site: Site, in_f
     program = (
         "import sys, time\n"
         "from vembed.entrypoints import export\n"
-        "from vembed.models.export import write\n"
+        "from vembed.models import export as write\n"
         "written = write.write_form\n"
         "def slow(encoder, form, folder):\n"
         "    written(encoder, form, folder)\n"

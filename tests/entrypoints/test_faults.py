@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import vembed.training.model
 import vembed.training.planning
 from vembed.losses.infonce import InfoNCE
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.training import optimizer
 
 if TYPE_CHECKING:

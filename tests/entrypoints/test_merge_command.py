@@ -12,7 +12,7 @@ from command_cases import word_pairs, write_rows
 
 import vembed
 from vembed.api.model import load
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.workflows.merging import choose as choose_module
 
 if TYPE_CHECKING:

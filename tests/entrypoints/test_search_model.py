@@ -11,7 +11,7 @@ import torch
 from search_cases import DOCUMENTS, FILES, meta_of
 
 import vembed
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ import torch
 from test_report_samples import Page
 
 from vembed.entrypoints.evaluate import main
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from vembed.evaluation.benchmark.variants import (
     size_note,
 )
 from vembed.evaluation.quantized import int8_codes, int8_scales
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -24,7 +24,7 @@ from vembed.evaluation.provenance import (
     vectors_key,
 )
 from vembed.evaluation.result import EvaluationResult
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 
 KEY = {"weights": "a", "texts": "b"}
 RESULT = EvaluationResult(

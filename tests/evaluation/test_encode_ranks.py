@@ -23,8 +23,8 @@ from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.encoder import Encoder
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.profile.live import LiveBytes
+from vembed.models.measure import LiveBytes
+from vembed.models.tables import NgramBag, NgramBagConfig
 
 CPU = torch.device("cpu")
 OPTIONS = EvaluationOptions(system="bag")

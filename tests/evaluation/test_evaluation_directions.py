@@ -23,7 +23,7 @@ from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.significance import RSUM_METRICS, recall_sum, sum_interval
 from vembed.gradcache.chunks import ChunkBudget
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,7 +18,7 @@ from vembed.gradcache.loss_stage import LossStage
 from vembed.losses.base import BatchStructure, LossCommon
 from vembed.losses.registry import loss_section
 from vembed.losses.tiles import DEFAULT_TILE_SIZE
-from vembed.models.profile.live import LiveBytes
+from vembed.models.measure import LiveBytes
 from vembed.plan.devices import Devices, Machine
 from vembed.plan.memory import ModelSize
 from vembed.plan.plan import make_plan

@@ -43,14 +43,14 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "static: sum for mean",
-        "models/static.py",
+        "models/tables.py",
         'inputs["offsets"], mode="mean")',
         'inputs["offsets"], mode="sum")',
         "static and (company or form)",
     ),
     Mutant(
         "static: the longest text isn't written",
-        "models/static.py",
+        "models/tables.py",
         "self.tokenizer.save(str(folder / TOKENIZER_FILE))",
         "self.tokenizer.no_truncation()\n        self.tokenizer.save(str(folder / TOKENIZER_FILE))",
         "static and short",
@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         "late: longest vectors cut across rows",
         "models/late.py",
-        '        order_C = order_C[inputs["row_of_token"][order_C].sort(stable=True).indices]\n',
+        '                order_C = order_C[inputs["row_of_token"][order_C].sort(stable=True).indices]\n',
         "",
         "colbert and topk",
     ),
@@ -163,24 +163,23 @@ MUTANTS = (
     ),
     Mutant(
         "LoRA: half of the delta merged",
-        "models/adapters/lora.py",
+        "models/adapters.py",
         "+ delta.to(wide)).to(",
         "+ 0.5 * delta.to(wide)).to(",
         "adapters and (text or dual) and (bert or clip)",
     ),
     Mutant(
         "plan: half of what grows with tokens",
-        "models/profile/live.py",
+        "models/measure.py",
         "per_token += count * size / (rows * width)",
         "per_token += count * size / (rows * width) / 2",
         "plan and text and bert",
     ),
     Mutant(
         "plan: layers counted twice",
-        "models/profile/profile.py",
-        "        checkpointed = checkpointed or plain\n",
-        "        plain = replace(plain, saved=replace(plain.saved, per_token=2 * plain.saved.per_token))\n"
-        "        checkpointed = checkpointed or plain\n",
+        "models/profile.py",
+        "        return CallCosts(CallCost(**saved), last.transient)\n",
+        '        saved["per_token"] *= 2\n        return CallCosts(CallCost(**saved), last.transient)\n',
         "plan and text and bert",
     ),
     Mutant(
@@ -220,14 +219,14 @@ MUTANTS = (
     ),
     Mutant(
         "packing: positions run on over rows",
-        "models/packing.py",
+        "models/attention.py",
         "position_T = torch.arange(num_tokens, device=device) - starts_S1[segment_T]",
         "position_T = torch.arange(num_tokens, device=device)",
         "text and bert and end_to_end",
     ),
     Mutant(
         "packing: rows attend to each other",
-        "models/packing.py",
+        "models/attention.py",
         "segment_T = segments_S.repeat_interleave(lengths_S, output_size=num_tokens)",
         "segment_T = segments_S.repeat_interleave(lengths_S, output_size=num_tokens) * 0",
         "text and bert and end_to_end",

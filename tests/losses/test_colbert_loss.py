@@ -17,7 +17,7 @@ from vembed.losses import streamed as streaming
 from vembed.losses.base import BatchStructure
 from vembed.losses.colbert import ColbertLoss
 from vembed.losses.streamed import StreamedBatch
-from vembed.models.profile.live import LiveBytes
+from vembed.models.measure import LiveBytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from vembed.errors import ConfigError
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.workflows.merging.choose import grid, shown_weights
 from vembed.workflows.merging.weights import Mixture, mixed
 

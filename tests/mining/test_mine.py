@@ -24,7 +24,7 @@ from vembed.mining import teacher as teacher_module
 from vembed.mining.mine import Miner
 from vembed.mining.task import MiningTask, corpus_items
 from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.vectors import store as store_module
 from vembed.vectors.keys import MiningKeys
 

@@ -17,7 +17,7 @@ from vembed.mining.mine import Miner
 from vembed.mining.report import MiningReport, mining_page
 from vembed.mining.task import MiningTask
 from vembed.mining.teacher import EncoderTeacher
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.pages.markdown import render_markdown
 from vembed.vectors.keys import MiningKeys
 

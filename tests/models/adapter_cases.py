@@ -16,8 +16,7 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure
 from vembed.losses.colbert import ColbertLoss
 from vembed.losses.infonce import InfoNCE
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters import add_adapters, freeze
 from vembed.models.keys import AdapterKeys
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from vembed.batch import Features, Ragged
-from vembed.models.files import prepare_backbone
 from vembed.models.formats import TextSpec
+from vembed.models.hub import prepare_backbone
 from vembed.models.text import TextEncoder
 from vembed.models.text_spec import family_of, made_bidirectional
 

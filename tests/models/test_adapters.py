@@ -11,12 +11,11 @@ from model_cases import FAMILY_BUILDERS, load_any, write_model
 from picture_cases import DUAL_BUILDERS, TINY, VISION_BUILDERS, write_open_clip, write_picture_model
 
 from vembed.errors import ConfigError, MachineError
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.quantized import four_bit_config
-from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters import add_adapters, freeze
+from vembed.models.hub import four_bit_config
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:

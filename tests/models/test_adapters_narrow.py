@@ -14,12 +14,11 @@ from picture_cases import PICTURES, vectors, write_open_clip, write_picture_mode
 from vembed.config.load import load_config
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
-from vembed.models.adapters.lora import merge_adapters
-from vembed.models.adapters.narrow import narrow_frozen
+from vembed.models.adapters import merge_adapters, narrow_frozen
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
 from vembed.plan.devices import parse_devices
 from vembed.plan.plan import make_plan
 from vembed.plan.problem import DataSize

@@ -9,9 +9,8 @@ import torch
 from model_cases import embed, load, wordpiece_tokenizer
 from transformers import BertConfig, BertModel
 
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.quantized import four_bit_config
-from vembed.models.adapters.trained import base_fingerprint, changing_names, save_trained
+from vembed.models.adapters import add_adapters, base_fingerprint, changing_names, save_trained
+from vembed.models.hub import four_bit_config
 from vembed.models.keys import AdapterKeys
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def test_adapters_train_beside_four_bits_and_leave_an_ordinary_model(
     with monkeypatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: True)
         settings = four_bit_config()
-    monkeypatch.setattr("vembed.models.files.four_bit_config", lambda: settings)
+    monkeypatch.setattr("vembed.models.hub.four_bit_config", lambda: settings)
     encoder: Any = load(tmp_path / "base", load_in_4bit=True).train()
     weight = encoder.backbone.encoder.layer[0].attention.self.query.weight
     assert weight.dtype == torch.uint8

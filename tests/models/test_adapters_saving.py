@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from vembed.errors import ConfigError
-from vembed.models.adapters.lora import add_adapters, has_adapters
-from vembed.models.adapters.trained import base_fingerprint, changing_names, save_trained
+from vembed.models.adapters import add_adapters, base_fingerprint, changing_names, has_adapters, save_trained
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
 from vembed.training.saving import load_module, module_tensors

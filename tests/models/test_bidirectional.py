@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 from vembed.errors import ConfigError
-from vembed.models.packing import PACKED_TYPES
+from vembed.models.attention import PACKED_TYPES
 from vembed.models.text_spec import BIDIRECTIONAL_TYPES
 
 if TYPE_CHECKING:

@@ -14,14 +14,16 @@ from model_cases import TEXTS, embed
 from vembed.errors import ConfigError
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 
 CORPUS = [f"{text} {number} lorem{number % 7} ipsum{number % 5}" for number in range(60) for text in TEXTS]
 
 BUILD_SCRIPT = """
 import hashlib, sys
-from vembed.models.tiny_transformer import _train_tokenizer
-tokenizer = _train_tokenizer(sys.stdin.read().splitlines())
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
+texts = sys.stdin.read().splitlines()
+tokenizer = load_encoder(ModelKeys(model_name="builtin:tiny-transformer"), texts).tokenizer
 print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 """
 

@@ -26,13 +26,12 @@ from safetensors.torch import load_file, save_file
 import vembed
 from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.trained import changing_names, save_trained
-from vembed.models.export.write import ExportRequest, export_model
+from vembed.models.adapters import add_adapters, changing_names, freeze, save_trained
+from vembed.models.export import ExportRequest, export_model
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.late import TokenHead, new_layer
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,6 +92,18 @@ def test_tokens_that_fill_queries_up_are_seen_by_the_others_where_the_model_says
         torch.testing.assert_close(found, by_the_rule(encoder, QUERIES[0], "query", attends=True), rtol=0, atol=1e-5)
     assert (found - rows_of(encoder, QUERIES[:1], "query")[0]).abs().max() > 1e-3
     assert "seen by the others" in attending.describe()["max_seq_length"]
+
+
+def test_a_new_head_trains_with_any_part_and_one_of_files_with_its_own(bert: Path, tmp_path: Path) -> None:
+    encoder = late(bert)
+    encoder.save(tmp_path)
+    freeze(encoder, "text-projection")
+    assert encoder.head.layers[0].linear.weight.requires_grad
+    assert encoder.trained.words.startswith("text-projection and head: ")
+    again = load_any(tmp_path)
+    freeze(again, "text-projection")
+    assert not again.head.layers[0].linear.weight.requires_grad
+    assert again.trained.words.startswith("text-projection: ")
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])

@@ -23,10 +23,10 @@ from vembed.errors import ConfigError, MachineError
 from vembed.gradcache.chunks import ChunkBudget, Pool
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure
-from vembed.models import compiling
-from vembed.models.compiling import compile_errors_explained, compile_layers
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
+from vembed.training import compiling
+from vembed.training.compiling import compile_errors_explained, compile_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

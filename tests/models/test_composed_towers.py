@@ -20,14 +20,13 @@ from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 from vembed.batch import Composed
 from vembed.distributed.fsdp import transformer_blocks
 from vembed.errors import ConfigError
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.trained import save_trained
+from vembed.models.adapters import add_adapters, save_trained
 from vembed.models.composed_towers import ComposedTowers
 from vembed.models.exportable import sample_vectors, writable_forms
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import encoder_classes, load_encoder
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
 
 if TYPE_CHECKING:
     from pathlib import Path

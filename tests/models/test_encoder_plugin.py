@@ -25,11 +25,13 @@ from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure, LossCommon
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
 from vembed.registry import ENCODERS, LOSSES
+from vembed.testing.encoders import EncoderContract
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Iterator
 
     from vembed.models.encoder import Encoder
@@ -38,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 
 ROOT = Path(vembed.__file__).parents[1]
 RECIPE = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## Add a model")[2].partition("\n## ")[0]
-(CODE,) = re.findall(r"```python\n(.*?)```", RECIPE, flags=re.DOTALL)
+CODE, CONTRACT = re.findall(r"```python\n(.*?)```", RECIPE, flags=re.DOTALL)
 (SETTINGS,) = re.findall(r"```yaml\n(.*?)```", RECIPE, flags=re.DOTALL)
 
 SEVERAL = '''
@@ -112,6 +114,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     yield tmp_path
     sys.modules.pop("letters", None)
+
+
+def run_contract(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the recipe's tests on the plugin in a folder, as its author does."""
+    (folder / "test_letters.py").write_text(CONTRACT)
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "test_letters.py"]
+    return run_warm(words, cwd=folder, env=os.environ, scratch=folder)
+
+
+def test_the_recipe_keeps_the_contract_of_every_encoder(folder: Path) -> None:
+    done = run_contract(folder)
+    assert done.returncode == 0, done.stdout
+    promises = {name for name in vars(EncoderContract) if name.startswith("test_")}
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= len(promises) - 1
+
+
+def test_a_vector_that_depends_on_its_company_breaks_the_contract(folder: Path) -> None:
+    sound = "* mask[..., None]).sum(dim=1))"
+    assert CODE.count(sound) == 1
+    (folder / "letters.py").write_text(CODE.replace(sound, ").sum(dim=1))"))
+    done = run_contract(folder)
+    assert done.returncode == 1, done.stdout
+    assert "FAILED test_letters.py::TestLetters::test_company_order_and_width_change_no_vector[letters]" in done.stdout
 
 
 def built(kind: str, **keys: Any) -> Encoder:

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from test_picture_encoders import write_open_clip
 
 from vembed.errors import ConfigError, ExitCode, MachineError, NonFiniteError
+from vembed.models import export as write
 from vembed.models.encoder import NO_PROMPTS
-from vembed.models.export import write
-from vembed.models.export.write import TOLERANCE, Exported, ExportRequest, export_model, stored_dtype
+from vembed.models.export import TOLERANCE, Exported, ExportRequest, export_model, stored_dtype
 from vembed.models.exportable import largest_difference, sample_vectors, writable_forms
 from vembed.models.formats import Dense
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.text import TextEncoder
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 
@@ -324,7 +324,7 @@ import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "sentence_transformers" else find(name, *rest)
 sys.modules["sentence_transformers"] = None
-from vembed.models.export.write import ExportRequest, export_model
+from vembed.models.export import ExportRequest, export_model
 from vembed.models.keys import ModelKeys
 for name in sys.argv[2:]:
     request = ExportRequest(

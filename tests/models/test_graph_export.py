@@ -17,12 +17,12 @@ from picture_cases import write_picture_model
 import vembed
 from vembed.entrypoints.export import main
 from vembed.errors import ConfigError, MachineError
-from vembed.models.export import graph
-from vembed.models.export.graph import GRAPH, QUANTIZED, GraphRequest
-from vembed.models.export.write import Exported, ExportRequest, export_model
+from vembed.models import graph
+from vembed.models.export import Exported, ExportRequest, export_model
 from vembed.models.formats import Dense
+from vembed.models.graph import GRAPH, QUANTIZED, GraphRequest
 from vembed.models.keys import ModelKeys
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.text import TextEncoder
 
 if TYPE_CHECKING:

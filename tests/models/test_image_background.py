@@ -17,9 +17,9 @@ from vembed.batch import Augmentation, Image, ImageLimits
 from vembed.data.images import decode_image
 from vembed.errors import ConfigError
 from vembed.evaluation.provenance import model_key
-from vembed.models.adapters.trained import save_trained
-from vembed.models.export.write import ExportRequest, export_model
-from vembed.models.files import PICTURES_FILE
+from vembed.models.adapters import save_trained
+from vembed.models.export import ExportRequest, export_model
+from vembed.models.hub import PICTURES_FILE
 from vembed.models.keys import ModelKeys
 from vembed.models.pictures import normalised
 from vembed.models.tiny_clip import TinyClip

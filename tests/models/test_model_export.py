@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoTokenizer
 from vembed.models.formats import Dense
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.text import TextEncoder
 
 PROMPTS: Any = {"query": "find this: ", "document": "text: "}

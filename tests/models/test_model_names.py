@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.errors import ConfigError
-from vembed.models.files import ModelFiles
+from vembed.models.hub import ModelFiles
 from vembed.models.keys import ModelKeys
 from vembed.models.names import locate
 

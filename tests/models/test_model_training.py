@@ -11,8 +11,8 @@ import torch
 from model_cases import FAMILY_BUILDERS, TEXTS, embed, load, write_model
 
 from vembed.models.formats import Dense
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.profile.profile import model_size
+from vembed.models.profile import model_size
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.text import TextEncoder
 
 if TYPE_CHECKING:

@@ -25,14 +25,15 @@ from packing_cases import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface
 
 from vembed.models import attention
-from vembed.models.adapters.lora import add_adapters
+from vembed.models.adapters import add_adapters
+from vembed.models.attention import PACKED_TYPES
 from vembed.models.keys import AdapterKeys
-from vembed.models.packing import PACKED_TYPES
+from vembed.models.measure import ProfileTarget, become_fake
+from vembed.models.measure import _autocast as autocast
 from vembed.models.pooling import POOLING_MODES
-from vembed.models.profile.measure import ProfileTarget, become_fake
-from vembed.models.profile.measure import _autocast as autocast
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,10 +78,10 @@ def test_the_comparison_sees_a_row_that_looks_into_the_next_one(kind: str, monke
 
 @pytest.mark.parametrize("kind", ["modernbert", "qwen3", "gemma3_text", "mistral"])
 def test_the_comparison_sees_a_window_that_is_not_kept(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = attention._near
-    monkeypatch.setattr(
-        attention, "_near", lambda count, reach, *, causal, device: whole(count, -1, causal=causal, device=device)
-    )
+    def without_window(*args: Any, sliding_window: int | None = None, **others: Any) -> Any:
+        return attention.attend(*args, **others)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, without_window)
     assert difference(build(kind), rows()) > 1e-3
 
 

@@ -12,10 +12,10 @@ from model_cases import load_any
 from picture_cases import PATCH, PICTURES, SIDE, write_picture_model
 
 from vembed.errors import ConfigError
-from vembed.models.adapters.lora import add_adapters
+from vembed.models.adapters import add_adapters
 from vembed.models.keys import AdapterKeys, ModelKeys
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ from vembed.errors import ConfigError
 from vembed.gradcache.chunks import RowAssignment
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
-from vembed.models.adapters.lora import add_adapters, merge_adapters
+from vembed.models.adapters import add_adapters, merge_adapters
 from vembed.models.keys import AdapterKeys
 from vembed.models.vision import VisionEncoder
 

@@ -18,13 +18,12 @@ from model_cases import load_any
 from picture_cases import PICTURES, vectors, write_picture_model
 
 from vembed.errors import ConfigError
+from vembed.models import profile as profiling
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_skeleton
+from vembed.models.measure import LiveBytes, ProfileTarget, as_cost, forget_cached
 from vembed.models.plannable import ROWS
-from vembed.models.profile import profile as profiling
-from vembed.models.profile.live import LiveBytes, as_cost
-from vembed.models.profile.measure import ProfileTarget, forget_cached
-from vembed.models.profile.profile import profile_model
+from vembed.models.profile import profile_model
 from vembed.plan.memory import CallCost
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
@@ -267,8 +266,8 @@ def test_eight_billion_parameters_take_seconds_and_no_memory(folder: Path) -> No
         import torch
         from vembed.models.keys import AdapterKeys
         from vembed.models.keys import ModelKeys
-        from vembed.models.profile.measure import ProfileTarget, forget_cached
-        from vembed.models.profile.profile import profile_model
+        from vembed.models.measure import ProfileTarget, forget_cached
+        from vembed.models.profile import profile_model
         started = time.process_time()
         options = ModelKeys(model_name=sys.argv[1])
         size = profile_model(options, ProfileTarget("cuda", torch.bfloat16), lora=AdapterKeys())

@@ -19,8 +19,7 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize,
 from tokenizers import pre_tokenizers
 from transformers import AutoModel, AutoModelForTextEncoding, AutoTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.trained import save_trained
+from vembed.models.adapters import add_adapters, save_trained
 from vembed.models.keys import AdapterKeys
 from vembed.models.text_spec import PROMPT_FAMILIES, known_prompts
 

@@ -12,8 +12,10 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 
 from vembed.errors import ConfigError
-from vembed.models.files import ModelFiles
+from vembed.models import checked_files
+from vembed.models.hub import ModelFiles
 from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder, load_skeleton
 from vembed.models.pooling import POOLING_MODES
 from vembed.models.text import TextEncoder
 
@@ -200,6 +202,27 @@ def test_a_length_that_forgets_the_positions_which_roberta_loses_is_shortened(tm
     encoder = load(tmp_path / "model")
     assert encoder.max_length == POSITIONS
     assert embed(encoder, ["a " * 200]).isfinite().all()
+
+
+def test_the_weights_of_dense_layers_are_read_once_and_by_no_plan(
+    transformers_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "model", [*pooled(transformers_folder), Dense(32, 8)])
+    reads: list[Path] = []
+    opened = checked_files.opened_weights
+
+    def counted(path: Path) -> Any:
+        reads.append(path)
+        return opened(path)
+
+    monkeypatch.setattr(checked_files, "opened_weights", counted)
+    keys = ModelKeys(model_name=str(tmp_path / "model"))
+    skeleton = load_skeleton(keys)
+    assert reads == []
+    assert skeleton.dimension == 8
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
+    load_encoder(keys)
+    assert [path.parent.name for path in reads].count("2_Dense") == 1
 
 
 def refused(folder: Path, message: str) -> None:

@@ -12,10 +12,9 @@ from model_cases import TEXTS, load, load_any, write_model
 from picture_cases import write_picture_model
 from tokenizers import Tokenizer
 
-from vembed.models.export.serve import SERVE_FILE, serve_page
-from vembed.models.export.write import ExportRequest, export_model
+from vembed.models.export import SERVE_FILE, ExportRequest, export_model, serve_page
 from vembed.models.keys import ModelKeys
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,12 +21,12 @@ from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
-from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters import freeze
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
-from vembed.models.static import StaticEncoder
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
+from vembed.models.tables import StaticEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path

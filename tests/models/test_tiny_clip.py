@@ -17,7 +17,7 @@ from vembed.gradcache.chunks import ChunkBudget, plan_chunks
 from vembed.models import tiny_clip
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.profile.profile import model_size
+from vembed.models.profile import model_size
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from vision_language_cases import SIDE, VISION_LANGUAGE_BUILDERS, write_vision_l
 
 from vembed.batch import Composed, ContrastiveBatch, Image
 from vembed.errors import ConfigError, DataError
-from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters import freeze
 from vembed.models.vision_language import VisionLanguageEncoder
 
 if TYPE_CHECKING:

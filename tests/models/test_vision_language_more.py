@@ -15,7 +15,7 @@ from vision_language_cases import FAMILY_BUILDERS, write_vision_language
 
 from vembed.batch import Composed, Image
 from vembed.errors import ConfigError, MachineError
-from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters import freeze
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.pictures import DECODED_AT_ONCE

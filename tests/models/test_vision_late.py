@@ -15,8 +15,7 @@ from vision_language_cases import RETRIEVAL_BUILDERS, write_vision_language
 
 from vembed.batch import Composed, Image
 from vembed.errors import ConfigError, DataError
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.trained import changing_names
+from vembed.models.adapters import add_adapters, changing_names
 from vembed.models.exportable import writable_forms
 from vembed.models.keys import AdapterKeys
 from vembed.models.vision_late import VisionLateEncoder

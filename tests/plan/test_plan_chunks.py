@@ -319,8 +319,8 @@ def test_the_models_are_those_of_the_shapes(name: str, shape: str) -> None:
     import torch
 
     from vembed.models.keys import ModelKeys
-    from vembed.models.profile.measure import ProfileTarget
-    from vembed.models.profile.profile import profile_model
+    from vembed.models.measure import ProfileTarget
+    from vembed.models.profile import profile_model
 
     longest = {} if name == "CLIP B/32" else {"max_seq_length": 512}
     keys = ModelKeys(model_name=str(SHAPES / f"{shape}.json"), **longest)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 import vembed
-from vembed.models import compiling
+from vembed.training import compiling
 
 if TYPE_CHECKING:
     from pathlib import Path

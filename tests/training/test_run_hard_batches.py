@@ -17,7 +17,7 @@ from vembed.data.arrangements import whole_numbers
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import ConfigError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
-from vembed.models.ngram_bag import NgramBag
+from vembed.models.tables import NgramBag
 from vembed.vectors.hard_vectors import HardVectors
 
 if TYPE_CHECKING:

@@ -159,7 +159,7 @@ def test_tied_tensors_are_saved_once_and_come_back_in_both_places() -> None:
 
 
 def test_weights_that_are_not_finite_are_named() -> None:
-    from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+    from vembed.models.tables import NgramBag, NgramBagConfig
 
     bag = NgramBag(NgramBagConfig(dimension=4, buckets=8))
     refuse_nonfinite_weights(bag)

@@ -28,7 +28,7 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure, ContrastiveLoss
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.plan.devices import Devices
 from vembed.training.batches import BatchSource
 from vembed.vectors import store as vector_store

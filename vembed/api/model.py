@@ -20,7 +20,7 @@ from vembed.errors import ConfigError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget, refuse_several_vectors, values_of
 from vembed.evaluation.keys import CardKeys
 from vembed.evaluation.mteb import model_meta, taken_by_mteb
-from vembed.models.fingerprint import ModelIdentity, identify
+from vembed.models.hub import ModelIdentity, identify
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.names import COMMIT, locate_model

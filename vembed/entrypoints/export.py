@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from vembed.models.export.write import Exported
+    from vembed.models.export import Exported
 
 FOR_GRAPHS = "for --format onnx: a sentence-transformers folder with ONNX graphs in onnx/"
 
@@ -77,8 +77,8 @@ def _run(given: Mapping[str, Any], words: Sequence[str]) -> int:
 def _export(options: ExportOptions, from_checkpoint: Path) -> int:
     import torch
 
-    from vembed.models.export.graph import GraphRequest
-    from vembed.models.export.write import ExportRequest, export_model
+    from vembed.models.export import ExportRequest, export_model
+    from vembed.models.graph import GraphRequest
     from vembed.models.names import locate_model
     from vembed.workflows.publishing.card import card_files, spelled
 
@@ -126,7 +126,7 @@ def _export(options: ExportOptions, from_checkpoint: Path) -> int:
 
 def _print(exported: Exported, output: Path, license_id: str | None) -> None:
     from vembed.evaluation.card.front_matter import LICENSES, nearest_license
-    from vembed.models.export.graph import LEAST
+    from vembed.models.graph import LEAST
     from vembed.pages.text import bytes_text
 
     # The difference is that of reading back alone; rounding is told apart, as it was asked for.

@@ -59,7 +59,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str) -> int:
         import torch
 
         from vembed.distributed.runtime import start_runtime
-        from vembed.models.export.write import refuse_taken
+        from vembed.models.export import refuse_taken
         from vembed.models.names import locate_model
         from vembed.workflows.merging.merge import merge_models
 

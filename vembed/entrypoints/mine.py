@@ -194,8 +194,8 @@ def _teacher(
         return None
     from vembed.api.model import load
     from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
-    from vembed.models.cross_encoder import CrossEncoder
     from vembed.models.keys import ModelKeys
+    from vembed.models.st_library import CrossEncoder
 
     name, pickled = options.teacher, options.allow_pickle
     keys = ModelKeys(model_name=name, allow_pickle=pickled)

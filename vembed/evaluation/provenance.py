@@ -15,7 +15,7 @@ import numpy as np
 
 from vembed.batch import Composed, Image, modality_of
 from vembed.distributed.shards import is_shared, whole_tensor
-from vembed.models.fingerprint import tensors_sha256
+from vembed.models.hub import tensors_sha256
 from vembed.redact import redact
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item
     from vembed.data.table import ItemTable, RecordTable
-    from vembed.models.cross_encoder import CrossEncoder
     from vembed.models.encoder import Encoder
+    from vembed.models.st_library import CrossEncoder
 
 BLOCK_ITEMS = 8192
 """Documents of a corpus that are Python objects at a time."""

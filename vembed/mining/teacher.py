@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
     from vembed.mining.task import MiningTask
-    from vembed.models.cross_encoder import CrossEncoder
+    from vembed.models.st_library import CrossEncoder
 
 TEXTS_BLOCK = 4096
 """Pairs of texts that a cross-encoder scores before it looks whether it is to stop."""

@@ -7,18 +7,24 @@ Here padding stands at the right, always, so that nothing needs a look:
 2. Other attention takes a number for each token that is added to its scores, (R, 1, 1, T), made on the device.
 3. Where padding gives vectors too, as the tokens that fill queries up, causal attention takes a mask: each of them
    would see those before it.
-4. Packed rows take their cumulative lengths and an operator for them; on a CPU a mask of blocks is the reference.
+4. Packed rows lie end to end, so that no token is padding: positions begin anew in each row, attention stays within
+   it, and pooling goes by rows. Attention takes their cumulative lengths and an operator for them; on a CPU a mask of
+   blocks is the reference. What fills a call up to a round number of tokens is a row of its own, which nothing pools.
 
-Shape legend: R rows, T tokens of a row or of all rows end to end, S segments of these, H heads, D their dim.
+Shape legend: R rows; T tokens of a padded row, or of all rows end to end; S segments of these: the rows, and the
+filling where there is one; H heads, D their dim.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -28,6 +34,8 @@ from vembed.text import first_line
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+
+    from vembed.batch import Ragged
 
 NAME = "vembed"
 """What these functions are called among the attention functions of transformers."""
@@ -45,9 +53,21 @@ HALF = (torch.float16, torch.bfloat16)
 
 _LARGEST_HEAD = 256
 """Of flash attention; it is a multiple of 8 too."""
-
 _LEAST_CAPABILITY = (8, 0)
 """Of the devices that flash attention runs on."""
+
+PACKED_TYPES = frozenset(
+    {
+        *("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "ernie"),
+        *("modernbert", "eurobert", "nomic_bert", "gte", "jina_embeddings_v3"),
+        *("qwen2", "qwen3", "llama", "mistral", "gemma3_text"),
+    }
+)
+"""Types of transformers whose vectors and gradients are proven to be those of padded rows (tests/models/test_packing.py
+proves each): their tokens meet in attention alone, and they take positions from outside."""
+
+_LONGEST_MULTIPLE = 128
+"""The longest row of a call is rounded up to it, as operators count in such blocks: few numbers to compile for."""
 
 
 def spare_masks(backbone: PreTrainedModel, *, reads_padding: bool = False) -> None:
@@ -80,6 +100,9 @@ def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
 
 
+# --- Padded rows ------------------------------------------------------------------------------------------------------
+
+
 def right_padding_mask(
     *,
     kv_length: int,
@@ -102,14 +125,17 @@ def right_padding_mask(
         others: What the general mask is made of.
     """
     if allow_is_causal_skip:
-        attention_mask = None
+        attention_mask = None  # no token that counts sees the padding behind it
     sees_all = local_size is None or kv_length < local_size
     if sees_all and (allow_is_causal_skip or allow_is_bidirectional_skip):
         if attention_mask is None:
             return None
+        # One number for each token, broadcast over heads and queries: R * T values instead of R * T * T, in the type of
+        # the scores, as torch's operators want it.
         dtype = compute_dtype(attention_mask.device.type, dtype)
         hidden_RT = torch.zeros_like(attention_mask, dtype=dtype).masked_fill(~attention_mask, -torch.inf)
         return hidden_RT[:, None, None, :]
+    # A window, or a rule of the model's own: the general mask, made without the looks (both skips are off).
     return sdpa_mask(
         kv_length=kv_length,
         attention_mask=attention_mask,
@@ -124,6 +150,151 @@ def right_padding_mask(
 def _filled_mask(*, allow_is_causal_skip: bool = True, **others: Any) -> Tensor | None:  # noqa: ARG001
     """Return the same mask, whether or not attention is causal."""
     return right_padding_mask(allow_is_causal_skip=False, **others)
+
+
+# --- Rows end to end --------------------------------------------------------------------------------------------------
+
+
+def why_not_packed(backbone: PreTrainedModel, device_type: str, dtype: torch.dtype) -> str:
+    """Return why a transformer can't take packed rows on a device, "" where it can.
+
+    Args:
+        device_type: "cpu", or that of an accelerator.
+        dtype: Type that attention computes in.
+    """
+    config = backbone.config.get_text_config()
+    if hasattr(config, "relative_attention_max_distance"):
+        return f"{config.model_type} models add a bias for each distance, which operators for packed rows don't take"
+    if config.model_type not in PACKED_TYPES:
+        return f"packing isn't tested for {config.model_type} models"
+    if attention_name(backbone) == "eager":
+        return "attn_implementation eager doesn't support it"
+    if device_type == "cpu":
+        return ""
+    if device_type != "cuda":
+        return f"no operator for it is known on {device_type}"
+    if dtype not in HALF:
+        return f"its operators need half precision, and the run computes in {str(dtype).removeprefix('torch.')}"
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head > _LARGEST_HEAD or head % 8:
+        return f"its operators take no attention heads of {head} dims"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
+        return "its operators need a GPU of capability 8.0 or more"
+    dropout, obstacle = attention_dropout(backbone), why_no_flash_attn()
+    if dropout and obstacle:
+        return (
+            f"the model drops {dropout:g} of its attention weights, which torch's operator can't; flash-attn can, and "
+            f"it {obstacle}"
+        )
+    return ""
+
+
+def attention_dropout(backbone: PreTrainedModel) -> float:
+    """Return the share of attention weights that a model drops in training."""
+    config = backbone.config.get_text_config()
+    return max(float(getattr(config, key, 0.0) or 0.0) for key in ("attention_probs_dropout_prob", "attention_dropout"))
+
+
+@functools.cache
+def why_no_flash_attn() -> str:
+    """Return why the package flash-attn can't be used, "" where it can. It can drop attention weights, torch's can't.
+
+    It is built for one version of torch: under another one it is installed and doesn't import.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore] # noqa: F401
+    except ModuleNotFoundError as error:
+        return "isn't installed" if error.name == "flash_attn" else f"doesn't import ({first_line(error)})"
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"doesn't import ({first_line(error)})"
+    return ""
+
+
+def pack_rows(ids: Ragged, width: int, fill: int) -> dict[str, Tensor]:
+    """Lay rows of token ids end to end.
+
+    Args:
+        ids: R rows.
+        width: Tokens of the call; no fewer than the rows have are taken.
+        fill: Token of the filling.
+
+    Returns:
+        "input_ids" (1, T); "lengths" of the segments, (S,); and "rows", which holds nothing: its shape, (0, R, at least
+        the longest segment), says on a device what would have to be read back.
+    """
+    lengths = ids.lengths
+    used = int(lengths.sum())
+    # `Ragged` holds rows end to end already: one copy, and no loop over them.
+    row = np.full((1, max(width, used)), fill, dtype=ids.values.dtype)
+    row[0, :used] = ids.values
+    segments = lengths if used == row.size else np.append(lengths, row.size - used)
+    longest = -(-int(segments.max()) // _LONGEST_MULTIPLE) * _LONGEST_MULTIPLE
+    return {
+        "input_ids": torch.from_numpy(row),
+        "lengths": torch.from_numpy(segments.astype(np.int32)),
+        "rows": torch.empty(0, len(lengths), longest, dtype=torch.int32),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Bounds, segments and positions of rows that lie end to end, on their device."""
+
+    starts_S1: Tensor  # where segments begin, and the end of the last, int32
+    segment_T: Tensor  # which segment a token is of
+    position_T: Tensor  # of a token in its row, counted from 0; 0 throughout the filling
+    num_rows: int  # R
+    longest: int  # at least the tokens of the longest segment
+
+    @classmethod
+    def of(cls, inputs: dict[str, Tensor]) -> PackedRows:
+        """Read what `pack` made, without waiting for the device."""
+        lengths_S, (num_rows, longest) = inputs["lengths"], inputs["rows"].shape[1:]
+        device, num_tokens = lengths_S.device, inputs["input_ids"].shape[1]
+        # Everything below is arithmetic on the device. Counts that Python needs come from shapes, which the host knows.
+        starts_S1 = F.pad(lengths_S.cumsum(0), (1, 0)).int()
+        segments_S = torch.arange(len(lengths_S), device=device)
+        segment_T = segments_S.repeat_interleave(lengths_S, output_size=num_tokens)
+        position_T = torch.arange(num_tokens, device=device) - starts_S1[segment_T]
+        return cls(starts_S1, segment_T, position_T.masked_fill(segment_T >= num_rows, 0), num_rows, longest)
+
+    def positions(self, ids_1T: Tensor, padding_id: int | None) -> Tensor:
+        """Return the position of each token, (1, T).
+
+        Args:
+            ids_1T: The tokens.
+            padding_id: Of a model whose positions begin behind that of its padding; None: they begin at 0.
+        """
+        if padding_id is None:
+            return self.position_T[None]
+        # As RoBERTa counts them: tokens equal to the padding don't move the position. The count runs over all rows, and
+        # what stood before a row is taken away again.
+        counts_T = (ids_1T[0] != padding_id).long()
+        passed_T = counts_T.cumsum(0)
+        before_S = F.pad(passed_T, (1, 0))[self.starts_S1[:-1]]
+        return (((passed_T - before_S[self.segment_T]) * counts_T) + padding_id)[None]
+
+    def first_pooled(self, prompt_lengths_R: Tensor | None) -> Tensor:
+        """Return the first token of each row that is pooled: behind its prompt, unless that fills it."""
+        first_R = self.starts_S1[: self.num_rows].long()
+        if prompt_lengths_R is None:
+            return first_R
+        lengths_R = self.starts_S1.diff()[: self.num_rows]
+        return first_R + torch.where(prompt_lengths_R < lengths_R, prompt_lengths_R, 0)
+
+
+def packed_mask(backbone: PreTrainedModel, segment_T: Tensor) -> Tensor:
+    """Return the mask that a transformer is given with packed rows: which tokens share one, bool (1, 1, T, T).
+
+    Where an operator knows their lengths it is a mask of one token, which only keeps transformers from making another.
+    """
+    device_type = segment_T.device.type
+    if device_type != "cpu" and not why_not_packed(backbone, device_type, compute_dtype(device_type, backbone.dtype)):
+        segment_T = segment_T[:1]
+    return (segment_T[:, None] == segment_T[None, :])[None, None]
+
+
+# --- Attention functions of transformers ------------------------------------------------------------------------------
 
 
 def attend(
@@ -170,13 +341,19 @@ def attend(
     is_widened = is_causal is False and getattr(module, "is_causal", True)
     reach = -1 if sliding_window is None else sliding_window - (not is_widened)
     if attention_mask is not None and attention_mask.shape[-1] == query.shape[2]:
-        near_TT = _near(query.shape[2], reach, causal=causal, device=query.device)
-        mask = attention_mask if near_TT is None else attention_mask & near_TT
+        # The reference, O(T * T) in memory: the blocks of the rows, cut by direction and window.
+        mask = attention_mask
+        if causal or reach >= 0:
+            positions_T = torch.arange(query.shape[2], device=query.device)
+            back_TT = positions_T[:, None] - positions_T[None, :]  # tokens from the one that looks back to the one seen
+            mask = mask & (back_TT >= 0) if causal else mask
+            mask = mask & (back_TT.abs() <= reach) if reach >= 0 else mask
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False
         )
+    # Autocast doesn't know these operators, which refuse the float32 that rotary positions may have made.
     dtype = compute_dtype(query.device.type, query.dtype)
-    query_THD, key_THD, value_THD = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))
+    query_THD, key_THD, value_THD = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))
     assert max_length_q is not None
     operator = _varlen_attn if why_no_flash_attn() else _flash_attn
     out_THD = operator(
@@ -225,91 +402,23 @@ def attend_to_pictures(
     del others, attention_mask
 
     def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        own = sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling, is_causal=False)
-        return own[0]
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, None, dropout=dropout, scaling=scaling, is_causal=False
+        )
+        return out
 
     num_pictures = len(cu_seq_lens_q) - 1
     if num_pictures * max_length_q == query.shape[2]:  # all of one size: a rectangle, known without their lengths
         size = (num_pictures, max_length_q)
-        out = alone(*(each[0].unflatten(1, size).transpose(0, 1) for each in (query, key, value)))
+        out = alone(*(states[0].unflatten(1, size).transpose(0, 1) for states in (query, key, value)))
         return out.flatten(0, 1).unsqueeze(0), None
     if query.device.type == "cuda" and compute_dtype("cuda", query.dtype) in HALF:
         lengths: dict[str, Any] = {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
         return attend(module, query, key, value, None, dropout=dropout, scaling=scaling, is_causal=False, **lengths)
-    splits = (each.split(cu_seq_lens_q.diff().tolist(), dim=2) for each in (query, key, value))
-    return torch.cat([alone(*each) for each in zip(*splits, strict=True)], dim=1), None
-
-
-def packed_mask(backbone: PreTrainedModel, segment_T: Tensor) -> Tensor:
-    """Return the mask that a transformer is given with packed rows: which tokens share one, bool (1, 1, T, T).
-
-    Where an operator knows their lengths it is a mask of one token, which only keeps transformers from making another.
-    """
-    device_type = segment_T.device.type
-    if device_type != "cpu" and not why_not_packed(backbone, device_type, compute_dtype(device_type, backbone.dtype)):
-        segment_T = segment_T[:1]
-    return (segment_T[:, None] == segment_T[None, :])[None, None]
-
-
-def _near(num_tokens: int, reach: int, *, causal: bool, device: torch.device) -> Tensor | None:
-    """Return which tokens a token may see by their distance alone, bool (T, T); None is all."""
-    if not causal and reach < 0:
-        return None
-    places_T = torch.arange(num_tokens, device=device)
-    back_TT = places_T[:, None] - places_T[None, :]
-    near_TT = back_TT >= 0 if causal else back_TT.abs() <= reach
-    return near_TT & (back_TT <= reach) if causal and reach >= 0 else near_TT
-
-
-def why_not_packed(backbone: PreTrainedModel, device_type: str, dtype: torch.dtype) -> str:
-    """Say why attention can't take packed rows on a device; empty where it can.
-
-    Args:
-        device_type: "cpu", or that of an accelerator.
-        dtype: What it computes in.
-    """
-    config = backbone.config.get_text_config()
-    if attention_name(backbone) == "eager":
-        return "attn_implementation eager doesn't support it"
-    if device_type == "cpu":
-        return ""
-    if device_type != "cuda":
-        return f"no operator for it is known on {device_type}"
-    if dtype not in HALF:
-        return f"its operators need half precision, and the run computes in {str(dtype).removeprefix('torch.')}"
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if head > _LARGEST_HEAD or head % 8:
-        return f"its operators take no attention heads of {head} dims"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
-        return "its operators need a GPU of capability 8.0 or more"
-    dropout, obstacle = attention_dropout(backbone), why_no_flash_attn()
-    if dropout and obstacle:
-        return (
-            f"the model drops {dropout:g} of its attention weights, which torch's operator can't; flash-attn can, and "
-            f"it {obstacle}"
-        )
-    return ""
-
-
-def attention_dropout(backbone: PreTrainedModel) -> float:
-    """Return the share of attention weights that a model drops in training."""
-    config = backbone.config.get_text_config()
-    return max(float(getattr(config, key, 0.0) or 0.0) for key in ("attention_probs_dropout_prob", "attention_dropout"))
-
-
-@functools.cache
-def why_no_flash_attn() -> str:
-    """Say why the package flash-attn can't be used; empty where it can. It can drop attention weights, torch's can't.
-
-    It is built for one version of torch: under another one it is installed and doesn't import.
-    """
-    try:
-        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore] # noqa: F401
-    except ModuleNotFoundError as error:
-        return "isn't installed" if error.name == "flash_attn" else f"doesn't import ({first_line(error)})"
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"doesn't import ({first_line(error)})"
-    return ""
+    # On a CPU, or in full precision: picture by picture. Reading the lengths waits for the device, once per layer.
+    lengths_S = cu_seq_lens_q.diff().tolist()
+    splits = (states.split(lengths_S, dim=2) for states in (query, key, value))
+    return torch.cat([alone(*picture) for picture in zip(*splits, strict=True)], dim=1), None
 
 
 def _flash_attn(
@@ -338,6 +447,7 @@ def _flash_attn(
         softmax_scale=scaling,
         causal=window[1] == 0,
         window_size=window,
+        # Its backward pass adds up with atomics otherwise, in another order each time.
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out_THD
@@ -365,7 +475,7 @@ def _varlen_attn(
     if groups > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         others["enable_gqa"] = True
     elif groups > 1:
-        key_THD, value_THD = (each.repeat_interleave(groups, dim=1) for each in (key_THD, value_THD))
+        key_THD, value_THD = (states.repeat_interleave(groups, dim=1) for states in (key_THD, value_THD))
     out_THD = varlen_attn(
         query_THD,
         key_THD,

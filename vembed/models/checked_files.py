@@ -113,6 +113,7 @@ def read_bytes(path: Path) -> bytes:
     """
     try:
         with open_regular(path) as file:
+            # Before reading: JSON takes several times its size in memory once it is parsed.
             if os.fstat(file.fileno()).st_size > MOST_BYTES:
                 raise broken(path, f"it has over {MOST_BYTES // 2**20} MiB")
             return file.read()
@@ -147,12 +148,14 @@ def _check_settings(path: Path, content: dict[str, Any], settings: Mapping[str, 
         kinds = settings.get(name, ())
         if value is not None and kinds and not any(_is_of(value, kind) for kind in kinds):
             raise broken(path, f"{name} must be {' or '.join(kinds)}, and is {quoted(str(value))}")
+        # A config.json has objects of its library's own, in which our names may mean something else.
         if isinstance(value, dict) and TEXTS not in kinds and settings is not CONFIG_KINDS:
             _check_settings(path, value, settings)
 
 
 def _is_of(value: Any, kind: str) -> bool:
     """Return whether a value of a JSON file is of one of the kinds above."""
+    # By type() and not isinstance: to Python, JSON's true is an integer too.
     if kind == COUNT:
         return type(value) is int and 0 <= value <= MOST_COUNT
     if kind == FACTOR:
@@ -270,6 +273,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
             raise broken(
                 path, f"it holds no {name}" if name in wanted else f"it holds {quoted(name)}, which no layer has"
             )
+        # Shapes and types come from the header: nothing is read or allocated before all of them fit.
         for name, tensor in wanted.items():
             held = file.get_slice(name)
             shape, floating = tuple(held.get_shape()), held.get_dtype().startswith(("F", "BF"))
@@ -306,6 +310,7 @@ def check_folder(folder: Path, *, weights: bool = True) -> None:
     """
     if not folder.is_dir():
         return
+    # Settings first: they say whether weights may be integers, that is quantized.
     quantized = False
     for path in sorted(folder.iterdir(), key=lambda path: (path.suffix != ".json", path.name)):
         if path.name in LIBRARY_FILES:

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError
-from vembed.models.colbert_format import (
+from vembed.models.encoder import NO_PROMPTS, About
+from vembed.models.late import make_head, refuse_pooling
+from vembed.models.late_formats import (
     DOCUMENT_LENGTH,
     LateSpec,
     fits_pylate,
@@ -32,8 +34,6 @@ from vembed.models.colbert_format import (
     turn_to_pylate,
     write_late,
 )
-from vembed.models.encoder import NO_PROMPTS, About
-from vembed.models.late import make_head, refuse_pooling
 from vembed.models.plannable import TowerInputs, token_inputs
 from vembed.models.text import TextEncoder
 from vembed.models.text_spec import checked_config, decide_spec, family_of, position_limit
@@ -46,23 +46,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.batch import Item, Side
-    from vembed.models.colbert_format import LateFolder
     from vembed.models.exportable import Form, Recipe
-    from vembed.models.files import ModelFiles
     from vembed.models.formats import TextSpec
+    from vembed.models.hub import ModelFiles
     from vembed.models.keys import ModelKeys
     from vembed.models.late import TokenHead
+    from vembed.models.late_formats import LateFolder
 
 SEEN = "seen_tokens"
-"""What features hold of each row beside it: its first tokens that the others see."""
+"""Column of features: the tokens at the beginning of each row that the others see, without those that fill it up."""
 
 
 class ColbertEncoder(TextEncoder):
     """A transformer that gives a vector for each token of a text.
 
     Args:
-        late: How texts become several vectors.
-        head: What stands behind the transformer.
+        late: Lengths, filling and choice of vectors.
+        head: The layers behind the transformer.
     """
 
     about = About(
@@ -115,20 +115,23 @@ class ColbertEncoder(TextEncoder):
         """
         refuse_pooling(files)
         keys = files.keys
-        found = read_late(files)
-        subfolder = found.text.transformer_path if found.text is not None else ""
+        folder = read_late(files)
+        subfolder = folder.text.transformer_path if folder.text is not None else ""
         config = checked_config(files, subfolder)
         tokenizer = files.tokenizer(subfolder)
-        limit = position_limit(config)
-        spec, prompts = decide_spec(keys, found.text, config, tokenizer, known_by_name=False)
-        spec, prompts, late = _decide(keys, found, spec, prompts, limit)
-        _refuse_flash(keys, late)
+        spec, prompts = decide_spec(keys, folder.text, config, tokenizer, known_by_name=False)
+        spec, prompts, late = _decide_late(keys, folder, spec, prompts, position_limit(config))
+        if late.expand_to and not late.attends and keys.attn_implementation == "flash_attention_2":
+            raise ConfigError(
+                f"attn_implementation flash_attention_2 leaves out the tokens that fill queries up, as the others "
+                f"don't see them in {keys.model_name}; take sdpa, or set query_expansion: false"
+            )
         backbone = files.backbone(subfolder, config, family_of(config).auto_class)
         if late.markers and not files.shape:
             add_markers(backbone, tokenizer, late.markers.values())
         head = make_head(
             files,
-            load_layers(files, found),
+            load_layers(files, folder),
             hidden=config.get_text_config().hidden_size,
             saved={"topk_tokens": late.topk_tokens, "pool_factor": late.pool_factor},
             protected=late.protected,
@@ -146,16 +149,20 @@ class ColbertEncoder(TextEncoder):
         features = super().featurize(items, side)
         ids, seen = features.columns["input_ids"], features.lengths
         if side == "query" and self.late.expand_to:
-            ids = _filled_up(ids, self.late.expand_to, self._filling_id)
+            # All rows at once: each row's ids are copied to its place in an array of the filling token.
+            lengths = np.maximum(ids.lengths, self.late.expand_to)
+            offsets = np.concatenate([[0], np.cumsum(lengths)])
+            values = np.full(int(offsets[-1]), self._filling_id, dtype=ids.values.dtype)
+            values[np.repeat(offsets[:-1], ids.lengths) + _positions(ids)] = ids.values
+            ids = Ragged(values, offsets)
             seen = ids.lengths if self.late.attends else seen
         counts = np.ones(len(ids.values), dtype=bool)
         if side == "document":
             counts = ~np.isin(ids.values, self._skipped_ids)
             counts[ids.offsets[:-1][_sums(counts, ids) == 0]] = True  # a text of punctuation alone keeps a vector
-        places = np.arange(len(ids.values)) - np.repeat(ids.offsets[:-1], ids.lengths)
-        counted = Ragged(places[counts], np.concatenate([[0], np.cumsum(_sums(counts, ids))]))
-        own = Features({"input_ids": ids}, ids.lengths, {SEEN: seen}, features.num_truncated)
-        return self.head.with_vectors(own, counted, side)
+        counted = Ragged(_positions(ids)[counts], np.concatenate([[0], np.cumsum(_sums(counts, ids))]))
+        filled = Features({"input_ids": ids}, ids.lengths, {SEEN: seen}, features.num_truncated)
+        return self.head.with_vectors(filled, counted, side)
 
     def num_vectors(self, features: Features) -> NDArray[np.int64]:
         """Return how many vectors each row has."""
@@ -217,11 +224,11 @@ class ColbertEncoder(TextEncoder):
         return None
 
 
-def _decide(
-    keys: ModelKeys, found: LateFolder, spec: TextSpec, prompts: Mapping[Side, str], limit: int | None
+def _decide_late(
+    keys: ModelKeys, folder: LateFolder, spec: TextSpec, prompts: Mapping[Side, str], limit: int | None
 ) -> tuple[TextSpec, dict[Side, str], LateSpec]:
     """Decide markers, lengths and the choice of vectors: the user's word, else the model's files."""
-    late = found.spec
+    late = folder.spec
     origin = {name: file for name, file in spec.origin.items() if name == "max_seq_length"}
     # A prompt that doesn't begin with its side's marker comes behind it.
     marked = {
@@ -229,7 +236,7 @@ def _decide(
         for side, prompt in prompts.items()
         for marker in [late.markers.get(side, "")]
     }
-    if found.is_new and keys.max_seq_length == "auto" and spec.max_length > DOCUMENT_LENGTH:
+    if folder.is_new and keys.max_seq_length == "auto" and spec.max_length > DOCUMENT_LENGTH:
         spec = replace(spec, max_length=DOCUMENT_LENGTH)
         origin["max_seq_length"] = "usual in late interaction"
     expands = bool(late.expand_to) if keys.query_expansion == "auto" else keys.query_expansion
@@ -250,14 +257,6 @@ def _decide(
     return replace(spec, origin=origin), marked, late
 
 
-def _refuse_flash(keys: ModelKeys, late: LateSpec) -> None:
-    if late.expand_to and not late.attends and keys.attn_implementation == "flash_attention_2":
-        raise ConfigError(
-            f"attn_implementation flash_attention_2 leaves out the tokens that fill queries up, as the others don't "
-            f"see them in {keys.model_name}; take sdpa, or set query_expansion: false"
-        )
-
-
 def add_markers(backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, markers: Iterable[str]) -> None:
     """Let markers be one token each, whatever the tokenizer does to a text.
 
@@ -266,7 +265,9 @@ def add_markers(backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, m
     """
     vocabulary = tokenizer.get_vocab()
     # What stands in the vocabulary without the space behind it is that token, such as [unused0].
-    tokens = [each.strip() if each not in vocabulary and each.strip() in vocabulary else each for each in markers]
+    tokens = [
+        marker.strip() if marker not in vocabulary and marker.strip() in vocabulary else marker for marker in markers
+    ]
     added: list[Any] = [
         AddedToken(token, normalized=False, special=True) for token in tokens if tokenizer.tokenize(token) != [token]
     ]
@@ -280,6 +281,7 @@ def add_markers(backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, m
     weight = table.weight
     if weight.is_meta:
         return
+    # Rows like those of the tables' other tokens, so that a marker begins as a word and not as an outlier.
     with torch.no_grad():
         old = weight[:num_rows].float()
         noise = torch.randn(len(weight) - num_rows, old.shape[1], generator=torch.Generator().manual_seed(0))
@@ -291,15 +293,15 @@ def _filling_id(tokenizer: PreTrainedTokenizerBase, late: LateSpec) -> int:
     if not late.expand_to or not hasattr(tokenizer, "mask_token_id"):
         return int(tokenizer.pad_token_id or 0)
     if late.filling is not None:
-        found = tokenizer.convert_tokens_to_ids(late.filling)
+        token = tokenizer.convert_tokens_to_ids(late.filling)
     else:
-        found = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
-    if not isinstance(found, int):
+        token = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
+    if not isinstance(token, int):
         raise ConfigError(
             "the tokenizer has neither a mask token nor an end token to fill queries up with; set query_expansion: "
             "false"
         )
-    return found
+    return token
 
 
 def _skipped_ids(tokenizer: PreTrainedTokenizerBase, late: LateSpec) -> NDArray[np.int64]:
@@ -310,14 +312,10 @@ def _skipped_ids(tokenizer: PreTrainedTokenizerBase, late: LateSpec) -> NDArray[
     return np.array([vocabulary[word] for word in late.skipped if word in vocabulary], dtype=np.int64)
 
 
-def _filled_up(ids: Ragged, length: int, fill: int) -> Ragged:
-    """Return rows of at least so many tokens."""
-    lengths = np.maximum(ids.lengths, length)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    values = np.full(int(offsets[-1]), fill, dtype=ids.values.dtype)
-    places = np.arange(len(ids.values)) - np.repeat(ids.offsets[:-1], ids.lengths)
-    values[np.repeat(offsets[:-1], ids.lengths) + places] = ids.values
-    return Ragged(values, offsets)
+def _positions(ids: Ragged) -> NDArray[np.int64]:
+    """Return the position of each token in its row."""
+    positions: NDArray[np.int64] = np.arange(len(ids.values)) - np.repeat(ids.offsets[:-1], ids.lengths)
+    return positions
 
 
 def _sums(counts: NDArray[np.bool_], ids: Ragged) -> NDArray[np.int64]:

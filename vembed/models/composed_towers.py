@@ -34,7 +34,7 @@ from vembed.errors import ConfigError
 from vembed.models.checked_files import read_settings
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
-from vembed.models.files import save_background, save_weights
+from vembed.models.hub import save_background, save_weights
 from vembed.models.keys import MOST_PROJECTION_LAYERS, ModelKeys, renamed
 from vembed.models.load import class_of, default_of, in_words, load_from, unread_keys
 from vembed.models.names import PAIR_SIGN
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Background, Image, ImageLimits, Side
     from vembed.models.encoder import Encoder
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.plannable import TowerInputs
 
 CONFIG_FILE = "vembed_composed.json"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.batch import Image, Side
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.plannable import Tower, TowerInputs, TowerName
 
 TEMPERATURE_PARAMETERS = ("logit_scale", "logit_bias")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from vembed.batch import Features, Item, Modality, Side
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.pictures import Normalisation
 
 Similarity: TypeAlias = Literal["cosine", "dot"]
@@ -64,7 +64,7 @@ class TrainedPart:
     eval_only: tuple[nn.Module, ...] = ()  # frozen modules that stay in evaluation mode: they drop nothing
     keeps_base: bool = False  # frozen weights stay those of the files, so checkpoints leave them out
     base: str | None = None  # fingerprint of those weights
-    narrowed_bytes: int = 0  # bytes that they take less in memory than in a file (adapters/narrow.py)
+    narrowed_bytes: int = 0  # bytes that they take less in memory than in a file (adapters.py)
 
 
 class Encoder(Plannable, Exportable):

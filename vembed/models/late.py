@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Side
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.plannable import TowerInputs
 
 NEW_DIMENSION = 128
@@ -139,8 +139,8 @@ class TokenHead(nn.Module):
         def make() -> dict[str, Tensor]:
             counted = Ragged.from_rows([np.arange(tokens.width)] * ROWS)
             features = self.with_vectors(Features({}, counted.lengths), counted, "document")
-            own = self.collate(features, np.arange(ROWS), tokens.width)
-            return tokens.make() | {name: each.to("meta") for name, each in own.items()}
+            inputs = self.collate(features, np.arange(ROWS), tokens.width)
+            return tokens.make() | {name: tensor.to("meta") for name, tensor in inputs.items()}
 
         return replace(tokens, make=make)
 
@@ -151,19 +151,22 @@ class TokenHead(nn.Module):
             x_CE = x_CE.to(torch.promote_types(x_CE.dtype, torch.float32))
             for layer in self.layers:
                 x_CE = layer(x_CE)
-            z_VE = unit(self._longest(x_CE, inputs))
+            if "longest_tokens" in inputs:
+                # By length over all rows, equal ones by the first token, then by row: the second sort is stable, so
+                # that within a row the order by length stays. Which places of it are taken is known on the CPU already,
+                # so that nothing is read back. No gradient goes through the choice.
+                order_C = x_CE.detach().norm(dim=1).sort(descending=True, stable=True).indices
+                order_C = order_C[inputs["row_of_token"][order_C].sort(stable=True).indices]
+                x_CE = x_CE.index_select(0, order_C[inputs["longest_tokens"]].sort().values)
+            z_VE = unit(x_CE)
             if "vectors" in inputs:
-                wanted, num_vectors = inputs["vectors_before_and_after"], inputs["vectors"].shape[1]
-                z_VE = unit(_merged(z_VE, wanted, num_vectors, self.protected))
+                order_V, sizes = torch.ops.vembed.nearest_groups(
+                    z_VE.detach(), inputs["vectors_before_and_after"], inputs["vectors"].shape[1], self.protected
+                )
+                # One thread adds up a group in order, so that equal calls give equal bits.
+                means_VE = torch.segment_reduce(z_VE.index_select(0, order_V), "mean", lengths=sizes, unsafe=True)
+                z_VE = unit(means_VE)
             return z_VE
-
-    def _longest(self, x_CE: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the longest vectors of each row, row after row, in the order of the tokens; no value is read."""
-        if "longest_tokens" not in inputs:
-            return x_CE
-        order_C = x_CE.detach().norm(dim=1).sort(descending=True, stable=True).indices  # of equal ones the first token
-        order_C = order_C[inputs["row_of_token"][order_C].sort(stable=True).indices]
-        return x_CE.index_select(0, order_C[inputs["longest_tokens"]].sort().values)
 
 
 def refuse_pooling(files: ModelFiles) -> None:
@@ -228,14 +231,7 @@ def new_layer(in_features: int, out_features: int) -> Dense:
     return layer
 
 
-def _merged(x_VE: Tensor, counts_2R: Tensor, num_vectors: int, protected: int) -> Tensor:
-    """Return the means of groups of vectors that are near each other."""
-    order_V, sizes = torch.ops.vembed.nearest_groups(x_VE.detach(), counts_2R, num_vectors, protected)
-    # One thread adds up a group in order, so that equal calls give equal bits.
-    means_VE: Tensor = torch.segment_reduce(x_VE.index_select(0, order_V), "mean", lengths=sizes, unsafe=True)
-    return means_VE
-
-
+# An operator of its own, so that the plan can run it on fake tensors: they lack the values that clustering reads.
 @torch.library.custom_op(
     "vembed::nearest_groups",
     mutates_args=(),
@@ -253,6 +249,7 @@ def _nearest_groups(x: Tensor, counts: Tensor, num_vectors: int, protected: int)
     Returns:
         The vectors ordered by group, and the size of each group.
     """
+    # Waits for the device and copies all vectors to the host, where scipy clusters them.
     (before, after), vectors = counts.cpu().tolist(), x.cpu().numpy()
     parts, first = [], 0
     for length, wanted in zip(before, after, strict=True):
@@ -261,6 +258,7 @@ def _nearest_groups(x: Tensor, counts: Tensor, num_vectors: int, protected: int)
             labels[protected:] = protected + _ward(vectors[first + protected : first + length], wanted - protected)
         parts.append(labels)
         first += length
+    # Numbered through over all rows, groups lie in the order of the vectors that they become.
     starts = np.cumsum([0, *after[:-1]])
     group_V = np.concatenate([part + start for part, start in zip(parts, starts, strict=True)])
     order_V, sizes = np.argsort(group_V, kind="stable"), np.bincount(group_V, minlength=num_vectors)

@@ -2,7 +2,7 @@
 
 1. `class_of` asks the classes of ENCODERS in order, plugins first; the first that recognises the model takes it.
 2. A key that is set and that this class doesn't read is refused, not ignored.
-3. The class loads the model from its files (`vembed.models.files`).
+3. The class loads the model from its files (`vembed.models.hub`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from vembed import collector_paused
 from vembed.batch import Image
 from vembed.errors import ConfigError
 from vembed.models.checked_files import unreadable
-from vembed.models.files import ModelFiles, SkeletonFiles, saved_background
 from vembed.models.formats import read_modules
+from vembed.models.hub import ModelFiles, SkeletonFiles, saved_background
 from vembed.models.keys import ModelKeys, model_names
 from vembed.models.names import BUILTIN_PREFIX, is_builtin
 from vembed.models.pictures import blank_png
@@ -117,7 +117,11 @@ def load_skeleton(keys: ModelKeys, *, device: str = "meta", texts: Sequence[str]
 
 @collector_paused()
 def load_from(files: ModelFiles, texts: Iterable[str]) -> Encoder:
-    """Load an encoder from its files, and set what all classes have in common."""
+    """Load an encoder from its files, and set what all classes have in common.
+
+    Raises:
+        ConfigError: A key is set that the class doesn't read, or the files can't be used.
+    """
     encoder_class = class_of(files)
     unread = unread_keys(encoder_class, files.keys)
     if files.load_in_4bit and "load_in_4bit" not in encoder_class.reads:
@@ -129,28 +133,20 @@ def load_from(files: ModelFiles, texts: Iterable[str]) -> Encoder:
         raise ConfigError(f"{files.name} has no batch normalisation for freeze_batch_norm; leave it out")
     encoder.freeze_batch_norm = files.keys.freeze_batch_norm
     if files.folder is not None and files.has_weights:
-        _try_out(encoder, files.name)
+        # An item of each modality, so that files that no reader can use are named now and not at the first row.
+        for modality, item in (("text", "a"), ("image", Image("a blank picture", blank_png()))):
+            if modality not in encoder.modalities:
+                continue
+            try:
+                encoder.featurize([item], "query")
+            except ConfigError:
+                raise
+            except Exception as error:  # of a library, or of a template that a model brings along
+                raise unreadable(files.name, modality, error) from error
     if "image" in encoder.modalities and "" in encoder.parts():  # towers of two models have their backgrounds by now
         wanted = files.keys.image_background
         encoder.image_background = saved_background(files) if wanted == "auto" else wanted
     return encoder
-
-
-def _try_out(encoder: Encoder, name: str) -> None:
-    """Read an item of each modality, so that files that no reader can use are named now and not at the first row.
-
-    Raises:
-        ConfigError: The tokenizer, a template or the image processor can't be used.
-    """
-    for modality, item in (("text", "a"), ("image", Image("a blank picture", blank_png()))):
-        if modality not in encoder.modalities:
-            continue
-        try:
-            encoder.featurize([item], "query")
-        except ConfigError:
-            raise
-        except Exception as error:  # of a library, or of a template that a model brings along
-            raise unreadable(name, modality, error) from error
 
 
 def unread_keys(encoder_class: type[Encoder], keys: ModelKeys) -> list[str]:
@@ -176,6 +172,8 @@ def class_of(files: ModelFiles) -> type[Encoder]:
         ConfigError: There is no such model, or its files are of another family than `encoder_mode`.
     """
     keys, name = files.keys, files.name
+    # Two names are one mode; a name of a built-in model or of a library decides alone. Else the files do, and the mode,
+    # which older configurations state, is only held against what they say.
     mode = "composed" if keys.text_model_name is not None else keys.encoder_mode
     by_name = None if keys.text_model_name is not None else _class_by_name(name)
     encoder_class = by_name or next(candidate for candidate in encoder_classes() if candidate.recognises(files))

@@ -1,4 +1,4 @@
-"""What the name of a model means before anything of it is read: a folder, a run, or a model of the hub. No torch."""
+"""Model names before anything of the model is read: a folder, a run, or a model of the hub. No torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN_MARKS = ("plan.json", "train.log")
 """A folder that holds one of these is a run's. The other names are common: a project's own `model/`, `config.yaml`."""
 
 MODEL_FOLDER = "model"
-"""Where a run keeps its model."""
+"""Folder of the model in that of a run."""
 
 _OWNERS = {
     "sentence-transformers": (
@@ -68,7 +68,7 @@ def scratch_rate(name: str) -> float | None:
 
 
 class Located(NamedTuple):
-    """What a model is loaded by."""
+    """A model by what it is loaded by."""
 
     name: str  # a folder, a hub id, or a name that a family of models takes
     run: Path | None = None  # the output folder that was named in place of the model in it
@@ -103,11 +103,15 @@ def locate(name: str) -> Located:
     begin, slash, _ = name.partition("/")
     if is_file(folder) or ":" in begin or PAIR_SIGN in name:  # of a shape, `builtin:NAME`, two towers
         return Located(name)
+    # A name of the hub is OWNER/NAME; all else with a slash, and what is there but no folder, was meant as a path.
     is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or os.path.lexists(folder)
     if is_path or (slash and begin not in _OWNERS and is_folder(begin)):  # the hub takes minutes to say so, offline
         raise ConfigError(f"there is no folder {name}{nearest_folder(folder)}; name that of a model, or of a run")
-    owner = None if slash else _owner(name)
-    if owner is not None:
+    # The hub's own answer to a name without an owner reads as if a login were missing.
+    begins = {begin: owner for owner, names in _OWNERS.items() for begin in names.split()}
+    known = [] if slash else [begin for begin in begins if name.lower().startswith(begin)]
+    if known:
+        owner = begins[max(known, key=len)]
         raise ConfigError(f"{name} is no folder, and a name of the hub has an owner; did you mean {owner}/{name}?")
     return Located(name)
 
@@ -128,16 +132,9 @@ def nearest_folder(path: Path) -> str:
             near = difflib.get_close_matches(below[0], names, n=1)
             if not near:
                 return ""
-            found = parent.joinpath(near[0], *below[1:])
-            return f" (did you mean {found if is_folder(found) else parent / near[0]}?)"
+            whole = parent.joinpath(near[0], *below[1:])  # the rest of the path may be right, or wrong too
+            return f" (did you mean {whole if is_folder(whole) else parent / near[0]}?)"
     return ""
-
-
-def _owner(name: str) -> str | None:
-    """Return who publishes a well-known model."""
-    begins = {begin: owner for owner, names in _OWNERS.items() for begin in names.split()}
-    fitting = [begin for begin in begins if name.lower().startswith(begin)]
-    return begins[max(fitting, key=len)] if fitting else None
 
 
 def locate_model(path_or_name: str | Path) -> tuple[str, Path | None]:

@@ -24,7 +24,7 @@ from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError, MachineError
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
-from vembed.models.files import PICTURE_SIDE, save_weights, tokenizer_facts
+from vembed.models.hub import PICTURE_SIDE, save_weights, tokenizer_facts
 from vembed.models.open_clip_files import (
     CONFIG_FILE,
     OPEN_CLIP_PREFIX,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Image, Side
     from vembed.models.exportable import Form
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.plannable import TowerInputs
 
 

@@ -15,7 +15,7 @@ from vembed.models.checked_files import read_json
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
 
 OPEN_CLIP_PREFIX = "open_clip:"
 CONFIG_FILE = "open_clip_config.json"

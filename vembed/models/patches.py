@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Features, Item, Side
     from vembed.models.exportable import Form
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.plannable import TowerInputs
 
 FIRST_TOKENS = {

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from vembed.batch import Side
-    from vembed.models.files import ModelFiles
     from vembed.models.formats import TextFolder
+    from vembed.models.hub import ModelFiles
     from vembed.models.keys import ModelKeys
     from vembed.models.pooling import PoolingMode
 
@@ -326,6 +326,7 @@ def _decide_prompts(
     keys: ModelKeys, folder: TextFolder | None, config: PreTrainedConfig, *, known_by_name: bool
 ) -> tuple[dict[Side, str], dict[str, str]]:
     """Return each side's prompt, and the origin of those that the user didn't set."""
+    # An empty prompt of the user's means none; only None leaves the choice to the files, and then to the name.
     family, known = known_prompts(keys.model_name, config, keys.encoder_mode) if known_by_name else ("", {})
     in_files: Mapping[Side, str] = {} if folder is None else folder.prompts
     asked: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}

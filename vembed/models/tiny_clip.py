@@ -27,11 +27,11 @@ from vembed.errors import ConfigError
 from vembed.models.checked_files import read_json, read_settings
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
-from vembed.models.files import save_weights
-from vembed.models.ngram_bag import SAMPLE_GRAMS, NgramBag, NgramBagConfig, Size, grams_without_values
+from vembed.models.hub import save_weights
 from vembed.models.pictures import process_pictures, rows_of
 from vembed.models.plannable import Tower, TowerInputs, picture_inputs
 from vembed.models.pooling import unit
+from vembed.models.tables import SAMPLE_PIECES, NgramBag, NgramBagConfig, Size, grams_without_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Image, Side
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
 
 CONFIG_FILE = "vembed_tiny_clip.json"
 
@@ -211,9 +211,9 @@ class TinyClip(TwoTowers):
         """Return rows of n-grams, so many for each token, and a picture."""
 
         def make() -> dict[str, Tensor]:
-            return grams_without_values(SAMPLE_GRAMS * GRAMS_PER_TOKEN)
+            return grams_without_values(SAMPLE_PIECES * GRAMS_PER_TOKEN)
 
-        return TowerInputs("text", self.max_length, SAMPLE_GRAMS, fixed=False, make=make), picture_inputs(self)
+        return TowerInputs("text", self.max_length, SAMPLE_PIECES, fixed=False, make=make), picture_inputs(self)
 
 
 def _read_config(path: Path) -> TinyClipConfig:

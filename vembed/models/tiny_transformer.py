@@ -14,14 +14,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from vembed.models.encoder import About
-from vembed.models.files import prepare_backbone, tokenizer_facts
 from vembed.models.formats import TextSpec
+from vembed.models.hub import prepare_backbone, tokenizer_facts
 from vembed.models.text import TextEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY_SIZE = 8192
@@ -29,7 +29,7 @@ MAX_LENGTH = 128
 
 
 class TinyTransformer(TextEncoder):
-    """How the built-in transformer comes to be; once saved, its folder is that of any text encoder."""
+    """A small BERT that starts from scratch; once saved, its folder is that of any text encoder."""
 
     about = About(
         models="A small BERT, from scratch",
@@ -52,8 +52,22 @@ class TinyTransformer(TextEncoder):
     @classmethod
     def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> TextEncoder:
         """Train a tokenizer on the texts and initialise 4 layers x 256; weights follow torch's global generator."""
-        tokenizer = _train_tokenizer(texts) if files.has_weights else tokenizer_facts(MAX_LENGTH)
-        vocabulary_size = len(tokenizer) if files.has_weights else VOCABULARY_SIZE  # few texts give a smaller one
+        tokenizer: Any = tokenizer_facts(MAX_LENGTH)
+        vocabulary_size = VOCABULARY_SIZE
+        if files.has_weights:
+            bpe = train_bpe(texts, VOCABULARY_SIZE)
+            ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}  # the trainer numbers them first
+            bpe.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
+            tokenizer = PreTrainedTokenizerFast(
+                tokenizer_object=bpe,
+                model_max_length=MAX_LENGTH,
+                pad_token="[PAD]",
+                unk_token="[UNK]",
+                cls_token="[CLS]",
+                sep_token="[SEP]",
+                mask_token="[MASK]",
+            )
+            vocabulary_size = len(tokenizer)  # few texts give a smaller one
         config = BertConfig(
             vocab_size=vocabulary_size,
             hidden_size=256,
@@ -73,6 +87,7 @@ class TinyTransformer(TextEncoder):
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
     """Train a byte-level BPE on texts, lower-cased, with special tokens in front."""
+    # All 256 bytes are in the alphabet, so that a text of any script is tokens, whatever it was trained on.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
@@ -85,19 +100,3 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequen
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def _train_tokenizer(texts: Iterable[str]) -> Any:
-    """Train the tokenizer of a BERT on texts."""
-    tokenizer = train_bpe(texts, VOCABULARY_SIZE)
-    ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}  # the trainer numbers them first
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=MAX_LENGTH,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-    )

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from vembed.models.encoder import About
-from vembed.models.files import prepare_backbone
+from vembed.models.hub import prepare_backbone
 from vembed.models.tiny_transformer import train_bpe
 from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_language_families import FAMILIES
@@ -27,7 +27,7 @@ from vembed.models.vision_language_spec import VisionLanguageSpec
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
 
 _PADDING, _IMAGE, _VIDEO, _SEEN = (
     "<|endoftext|>",

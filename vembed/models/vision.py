@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item, Modality, Side
     from vembed.models.exportable import Form
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.plannable import Tower
 
     VisionPooling = Literal["cls", "head", "mean"]

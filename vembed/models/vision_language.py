@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item, Modality, Side
     from vembed.models.exportable import Form
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.plannable import Tower, TowerName
     from vembed.models.vision_language_family import VisionLanguageFamily
     from vembed.models.vision_language_spec import VisionLanguageSpec

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import ConfigError
-from vembed.models.files import PICTURE_SIDE, tokenizer_facts
+from vembed.models.hub import PICTURE_SIDE, tokenizer_facts
 from vembed.models.text_spec import asked_pooling
 from vembed.models.vision_language_siglip import square_tokens
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from vembed.batch import Side
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.pooling import PoolingMode
     from vembed.models.vision_language_family import VisionLanguageFamily
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Features, Item, Modality, Side
     from vembed.models.exportable import Form
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.plannable import TowerInputs
     from vembed.models.vision_language_family import VisionLanguageFamily
 

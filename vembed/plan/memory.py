@@ -1,6 +1,6 @@
 """Sizes of a model and of a loss, and how many bytes of a training step they take. Pure arithmetic.
 
-All bytes are of one process. A model is measured elsewhere (models/profile) and described here by its towers; a loss
+All bytes are of one process. A model is measured elsewhere (models/profile.py) and described here by its towers; a loss
 says in its section of keys (losses/keys.py) how much of the similarity matrix it holds.
 """
 

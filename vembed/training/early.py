@@ -184,7 +184,7 @@ def _refuse_unread(config: Config, modalities: Mapping[str, Collection[Modality]
     from huggingface_hub.errors import HFValidationError
 
     from vembed.data.picture_survey import refuse_unread
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
     from vembed.models.load import class_of
 
     keys: ModelKeys = config

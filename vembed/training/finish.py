@@ -23,8 +23,7 @@ from vembed.evaluation.report.run_report import Reverse, RunReport
 from vembed.evaluation.sets import caveats, headline, overall, worse_than_untrained
 from vembed.evaluation.significance import Verdict, verdict
 from vembed.files import new_folder, share_permissions
-from vembed.models.adapters.lora import has_adapters, merge_adapters
-from vembed.models.adapters.trained import narrowed_bytes, save_trained
+from vembed.models.adapters import has_adapters, merge_adapters, narrowed_bytes, save_trained
 from vembed.plan.devices import cpu_cores
 from vembed.redact import redact
 from vembed.text import show_bytes

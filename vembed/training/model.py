@@ -13,14 +13,12 @@ from vembed.distributed.starting_weights import Outline, receive
 from vembed.errors import ConfigError, MachineError, NonFiniteError, VembedError
 from vembed.files import new_folder
 from vembed.losses.base import LossCommon
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.trainable import freeze
-from vembed.models.adapters.trained import base_fingerprint
-from vembed.models.cross_encoder import CrossEncoder
-from vembed.models.files import DTYPES, save_background
+from vembed.models.adapters import add_adapters, base_fingerprint, freeze
+from vembed.models.hub import DTYPES, save_background
 from vembed.models.keys import ModelKeys, renamed
 from vembed.models.load import is_from_scratch, load_encoder, load_skeleton
-from vembed.models.profile.profile import CANNOT_RUN
+from vembed.models.profile import CANNOT_RUN
+from vembed.models.st_library import CrossEncoder
 from vembed.training.data import image_limits
 from vembed.vectors.keys import teacher_gives_scores
 

@@ -13,12 +13,12 @@ from vembed.config.schema import default_of
 from vembed.data.picture_survey import ItemCounts, refuse_unread
 from vembed.distributed.runtime import start_runtime
 from vembed.json_text import fit
-from vembed.models.files import DTYPES
+from vembed.models.hub import DTYPES
 from vembed.models.keys import model_names, renamed
 from vembed.models.load import load_skeleton
+from vembed.models.measure import ProfileTarget
 from vembed.models.names import locate, scratch_rate
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+from vembed.models.profile import profile_model
 from vembed.plan.devices import Devices, cpu_cores
 from vembed.plan.plan import Plan, compute_dtype, make_plan
 from vembed.plan.problem import DataSize, Mode, Strategy

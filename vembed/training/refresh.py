@@ -33,9 +33,9 @@ from vembed.files import new_file
 from vembed.mining.mine import Miner, refuse_impossible
 from vembed.mining.task import MiningTask, documents_to_mine
 from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
-from vembed.models.cross_encoder import CrossEncoder
 from vembed.models.load import load_encoder, load_skeleton
-from vembed.models.profile.profile import CANNOT_RUN
+from vembed.models.profile import CANNOT_RUN
+from vembed.models.st_library import CrossEncoder
 from vembed.redact import redact
 from vembed.text import every, show_duration
 from vembed.training.data import build_sampler, image_limits

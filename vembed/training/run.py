@@ -41,15 +41,14 @@ from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.memory import out_of_memory_advice
-from vembed.models.adapters.lora import has_adapters, takes_adapters
-from vembed.models.adapters.narrow import narrow_frozen
-from vembed.models.compiling import compile_errors_explained, compile_layers
-from vembed.models.files import DTYPES
+from vembed.models.adapters import has_adapters, narrow_frozen, takes_adapters
+from vembed.models.hub import DTYPES
 from vembed.plan.batch import step_batches
 from vembed.plan.text import comparison, explain, explain_fully
 from vembed.redact import redact
 from vembed.training.batches import ask, batch_source, frozen_items, open_batches, teacher_of
 from vembed.training.callbacks import Callbacks, EndEvent
+from vembed.training.compiling import compile_errors_explained, compile_layers
 from vembed.training.data import build_sampler, load_data, look_nearer, measures_both_directions
 from vembed.training.early import accepted_differences, paths_read, refuse_other_place
 from vembed.training.evaluations import Evaluations

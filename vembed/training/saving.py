@@ -31,9 +31,7 @@ from vembed.distributed.watchdog import LastWords
 from vembed.errors import ConfigError, MachineError
 from vembed.gradcache.memory import StepLimits  # noqa: TC001 - the shape that a state is read as
 from vembed.json_text import fit
-from vembed.models.adapters.lora import add_adapters
-from vembed.models.adapters.trainable import freeze
-from vembed.models.adapters.trained import base_fingerprint, changing_names, narrowed_bytes, save_trained
+from vembed.models.adapters import add_adapters, base_fingerprint, changing_names, freeze, narrowed_bytes, save_trained
 from vembed.models.keys import ModelKeys, renamed
 from vembed.models.load import is_from_scratch
 from vembed.models.names import is_builtin

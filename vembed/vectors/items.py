@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from vembed.distributed.ranks import Ranks
     from vembed.evaluation.encode import Encoded, ItemEncoder
     from vembed.evaluation.provenance import Key
-    from vembed.models.cross_encoder import CrossEncoder
     from vembed.models.encoder import Encoder
+    from vembed.models.st_library import CrossEncoder
     from vembed.vectors.store import VectorStore
 
 _PROBE_TEXTS = (

@@ -27,8 +27,8 @@ from vembed.data.table import ItemColumn
 from vembed.errors import ConfigError
 from vembed.evaluation.encode import Encoded, ItemEncoder, encoding_budget, refuse_several_vectors
 from vembed.evaluation.provenance import digest, model_key
-from vembed.models.cross_encoder import CrossEncoder
 from vembed.models.load import load_encoder
+from vembed.models.st_library import CrossEncoder
 from vembed.plan.cost import PEAK_SHARE
 from vembed.text import show_bytes, show_count
 from vembed.vectors.items import ItemVectors, StoredSide, distinct_items

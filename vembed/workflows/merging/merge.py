@@ -21,7 +21,7 @@ from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
 from vembed.evaluation.card.render import CARD_FILE, render_card
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.evaluation.provenance import digest, model_key
-from vembed.models.export.write import ExportRequest, stored_dtype, write_encoder
+from vembed.models.export import ExportRequest, stored_dtype, write_encoder
 from vembed.models.load import load_encoder
 from vembed.pages.write import write_page
 from vembed.redact import redact
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from vembed.models.encoder import Encoder
-    from vembed.models.export.write import Exported
+    from vembed.models.export import Exported
     from vembed.models.exportable import Form
     from vembed.models.keys import ModelKeys
     from vembed.workflows.merging.keys import MergeKeys

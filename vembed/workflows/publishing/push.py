@@ -29,8 +29,7 @@ from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.card.render import CARD_FILE
 from vembed.files import is_folder
 from vembed.models.composed_towers import IMAGE, PROJECTIONS_FILE, TEXT
-from vembed.models.export.serve import SERVE_FILE
-from vembed.models.export.write import ExportRequest, export_model
+from vembed.models.export import SERVE_FILE, ExportRequest, export_model
 from vembed.models.formats import MODULES_FILE
 from vembed.models.keys import ModelKeys
 from vembed.models.names import locate_model

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from vembed.data.corpus import Corpus, Document
     from vembed.evaluation.encode import ItemEncoder, Vectors
     from vembed.evaluation.provenance import Key
-    from vembed.models.fingerprint import ModelIdentity
+    from vembed.models.hub import ModelIdentity
     from vembed.vectors.keys import Format
     from vembed.vectors.store import Encode, Items, Progress
     from vembed.workflows.search.documents import Written

@@ -37,7 +37,7 @@ import vembed
 from vembed.batch import Side  # noqa: TC001
 from vembed.errors import ConfigError
 from vembed.files import is_file
-from vembed.models.fingerprint import ModelIdentity  # noqa: TC001
+from vembed.models.hub import ModelIdentity  # noqa: TC001
 from vembed.workflows.search.checksums import CHECKSUMS_FILE, Checksums
 
 if TYPE_CHECKING:

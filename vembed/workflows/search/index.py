@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item, Side
     from vembed.evaluation.encode import Vectors
-    from vembed.models.fingerprint import ModelIdentity
+    from vembed.models.hub import ModelIdentity
 
 LEAST_AGREEMENT = 0.98
 """Cosine of a document's vector with the stored one, below which the model is taken for another one. Half precision

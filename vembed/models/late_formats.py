@@ -22,9 +22,10 @@ import torch
 
 from vembed.errors import ConfigError
 from vembed.models.checked_files import broken, load_tensors
-from vembed.models.files import WEIGHTS_FILE
 from vembed.models.formats import (
+    GENERAL_FILE,
     MODULES_FILE,
+    TRANSFORMER_FILE,
     Dense,
     TextFolder,
     TextSpec,
@@ -39,6 +40,7 @@ from vembed.models.formats import (
     write_json,
     write_module_list,
 )
+from vembed.models.hub import WEIGHTS_FILE
 from vembed.models.late import new_layer
 
 if TYPE_CHECKING:
@@ -47,9 +49,8 @@ if TYPE_CHECKING:
 
     from vembed.batch import Side
     from vembed.models.colbert import ColbertEncoder
-    from vembed.models.files import ModelFiles
+    from vembed.models.hub import ModelFiles
 
-GENERAL_FILE = "config_sentence_transformers.json"
 TOKENS = "token_embeddings"
 MARKERS: Mapping[Side, str] = {"query": "[Q] ", "document": "[D] "}
 """What stands before the texts of a side in a model that is new to late interaction: tokens, as PyLate names them."""
@@ -63,11 +64,11 @@ FOLLOWED = ("query_length", "document_length", "query_expansion")
 
 @dataclass(frozen=True, slots=True)
 class LateSpec:
-    """How texts become several vectors."""
+    """Lengths, filling and choice of vectors of late interaction on texts."""
 
     query_length: int = QUERY_LENGTH  # longest query in tokens, special ones included
     expand_to: int = QUERY_LENGTH  # shorter queries are filled up to so many tokens, which all give vectors; 0: none
-    attends: bool = False  # whether the other tokens of a query see those that fill it up
+    attends: bool = False  # the other tokens of a query see those that fill it up
     filling: str | None = None  # the token that fills up; None: the mask, where there is none the end of a text
     skipped: tuple[str, ...] = PUNCTUATION  # tokens of documents that give no vector
     topk_tokens: int | None = None  # most vectors of an item
@@ -78,13 +79,13 @@ class LateSpec:
 
 @dataclass(frozen=True, slots=True)
 class LateFolder:
-    """What a folder says."""
+    """The description of a model of late interaction in its folder."""
 
     text: TextFolder | None  # transformer, prompts and lengths; None: the transformer's own files
     spec: LateSpec
     dense_paths: tuple[str, ...] = ()  # subfolders of the layers
-    is_new: bool = False  # whether it was no model of late interaction
-    has_inline_layer: bool = False  # whether the layer is a weight of the transformer's file
+    is_new: bool = False  # it was no model of late interaction
+    has_inline_layer: bool = False  # the layer is a weight of the transformer's file
 
 
 def is_late(files: ModelFiles) -> bool:
@@ -103,7 +104,7 @@ def read_late(files: ModelFiles) -> LateFolder:
     general = files.read_json(GENERAL_FILE)
     kind = general.get("model_type")
     if kind == "MultiVectorEncoder":
-        return _read_modules(files, general)
+        return _read_multi_vector(files, general)
     if kind == "ColBERT":
         return _read_pylate(files, general)
     if "HF_ColBERT" in (files.read_json("config.json").get("architectures") or []):
@@ -111,7 +112,7 @@ def read_late(files: ModelFiles) -> LateFolder:
     return LateFolder(read_text_folder(files), LateSpec(markers=MARKERS), is_new=True)
 
 
-def _read_modules(files: ModelFiles, general: dict[str, Any]) -> LateFolder:
+def _read_multi_vector(files: ModelFiles, general: dict[str, Any]) -> LateFolder:
     """Read sentence-transformers' own form."""
     name = files.name
     once = ("Transformer", "MultiVectorMask", "Normalize")
@@ -120,12 +121,13 @@ def _read_modules(files: ModelFiles, general: dict[str, Any]) -> LateFolder:
     transformer = read_transformer(files, _prefix(paths), follows=FOLLOWED)
     mask = files.read_json(f"{paths['MultiVectorMask'][0]}/config.json")
     pooling = [files.read_json(f"{path}/config.json") for path in paths["HierarchicalTokenPooling"]]
+    # Settings that would give other vectors -> the value that does, empty where it doesn't.
     others = {
         "keep_only_token_ids": mask.get("keep_only_token_ids") or None,
         "skiplist_tasks": None if mask.get("skiplist_tasks", ["document"]) == ["document"] else mask["skiplist_tasks"],
         "similarity_fn_name": None if general.get("similarity_fn_name") in (None, "maxsim") else "meanmaxsim",
-        "tasks of HierarchicalTokenPooling": [each["tasks"] for each in pooling if each["tasks"] != ["document"]],
-        "normalize_embeddings": [False for each in pooling if not each.get("normalize_embeddings", False)],
+        "tasks of HierarchicalTokenPooling": [step["tasks"] for step in pooling if step["tasks"] != ["document"]],
+        "normalize_embeddings": [False for step in pooling if not step.get("normalize_embeddings", False)],
     }
     for key, value in others.items():
         if value:
@@ -135,20 +137,21 @@ def _read_modules(files: ModelFiles, general: dict[str, Any]) -> LateFolder:
             )
     if len(pooling) > 1:
         raise ConfigError(f"{name}: modules.json names HierarchicalTokenPooling {len(pooling)} times; once is known")
+    # With the strategy "fixed" all queries have the length of the filling; else they may be longer than it.
     expansion = transformer.get("query_expansion") or {}
     expand_to = int(expansion.get("length", 0))
     longest = expand_to if expansion.get("strategy") == "fixed" else int(transformer.get("query_length") or 0)
-    prompts, own = read_prompts(general, name), general.get("vembed") or {}
+    prompts, ours = read_prompts(general, name), general.get("vembed") or {}
     spec = LateSpec(
         query_length=max(longest, expand_to),
         expand_to=expand_to,
         attends=bool(expansion.get("attend", False)),
         filling=expansion.get("token"),
         skipped=tuple(mask.get("skiplist_words") or ()),
-        topk_tokens=own.get("topk_tokens"),
+        topk_tokens=ours.get("topk_tokens"),
         pool_factor=float(pooling[0].get("pool_factor", 1.0)) if pooling else 1.0,
         protected=int(pooling[0].get("num_protected_tokens", 1)) if pooling else 1,
-        markers=own.get("markers") or {},
+        markers=ours.get("markers") or {},
     )
     length = transformer.get("document_length") or transformer.get("max_seq_length")
     return LateFolder(_text(paths, transformer, prompts, length), spec, tuple(paths["Dense"]))
@@ -165,44 +168,44 @@ def _read_pylate(files: ModelFiles, general: dict[str, Any]) -> LateFolder:
     )
     transformer = read_transformer(files, _prefix(paths))
     markers: dict[Side, str] = {
-        "query": _given(general, "query_prefix", MARKERS["query"]),
-        "document": _given(general, "document_prefix", MARKERS["document"]),
+        "query": _setting(general, "query_prefix", MARKERS["query"]),
+        "document": _setting(general, "document_prefix", MARKERS["document"]),
     }
     prompts = read_prompts(general, files.name)
-    prompts = {side: each + prompts.get(side, "").removeprefix(each) for side, each in markers.items()}
-    length = int(_given(general, "query_length", QUERY_LENGTH))
-    expands = bool(_given(general, "do_query_expansion", True))
+    prompts = {side: marker + prompts.get(side, "").removeprefix(marker) for side, marker in markers.items()}
+    length = int(_setting(general, "query_length", QUERY_LENGTH))
+    expands = bool(_setting(general, "do_query_expansion", True))
     spec = LateSpec(
         query_length=length,
         expand_to=length if expands else 0,
-        attends=expands and bool(_given(general, "attend_to_expansion_tokens", False)),
-        skipped=tuple(_given(general, "skiplist_words", PUNCTUATION)),
+        attends=expands and bool(_setting(general, "attend_to_expansion_tokens", False)),
+        skipped=tuple(_setting(general, "skiplist_words", PUNCTUATION)),
         markers=markers,
     )
-    document_length = int(_given(general, "document_length", DOCUMENT_LENGTH))
+    document_length = int(_setting(general, "document_length", DOCUMENT_LENGTH))
     return LateFolder(_text(paths, transformer, prompts, document_length), spec, tuple(paths["Dense"]))
 
 
 def _read_stanford(files: ModelFiles) -> LateFolder:
     """Read the form of ColBERTv2."""
-    found = files.read_json("artifact.metadata")
-    length = int(found.get("query_maxlen") or QUERY_LENGTH)
+    settings = files.read_json("artifact.metadata")
+    length = int(settings.get("query_maxlen") or QUERY_LENGTH)
     markers: dict[Side, str] = {
-        "query": _given(found, "query_token_id", "[unused0]") + " ",
-        "document": _given(found, "doc_token_id", "[unused1]") + " ",
+        "query": _setting(settings, "query_token_id", "[unused0]") + " ",
+        "document": _setting(settings, "doc_token_id", "[unused1]") + " ",
     }
     spec = LateSpec(
         query_length=length,
         expand_to=length,
-        attends=bool(found.get("attend_to_mask_tokens")),
-        skipped=PUNCTUATION if found.get("mask_punctuation", True) else (),
+        attends=bool(settings.get("attend_to_mask_tokens")),
+        skipped=PUNCTUATION if settings.get("mask_punctuation", True) else (),
         markers=markers,
     )
-    text = _text({"Transformer": [""]}, {}, markers, int(found.get("doc_maxlen") or DOCUMENT_LENGTH))
+    text = _text({"Transformer": [""]}, {}, markers, int(settings.get("doc_maxlen") or DOCUMENT_LENGTH))
     return LateFolder(text, spec, has_inline_layer=True)
 
 
-def _given(config: dict[str, Any], key: str, default: Any) -> Any:
+def _setting(config: dict[str, Any], key: str, default: Any) -> Any:
     """Return a setting; the default where it is missing or null."""
     value = config.get(key)
     return default if value is None else value
@@ -233,6 +236,7 @@ def load_layers(files: ModelFiles, folder: LateFolder) -> list[Dense]:
         raise ConfigError(
             f"{files.name} has no {WEIGHTS_FILE} with its linear layer; convert its pickled weights first"
         )
+    # transformers leaves it out when it loads the BERT around it, and says so only in its log.
     weight = load_tensors(path, "linear.weight")["linear.weight"]
     if weight.ndim != 2 or not weight.is_floating_point():
         raise broken(path, f"linear.weight is {weight.dtype} {tuple(weight.shape)}")
@@ -258,18 +262,20 @@ def write_late(encoder: ColbertEncoder, folder: Path) -> None:
             "token": late.filling,
             "length": late.expand_to,
         }
-    write_json(folder / "sentence_bert_config.json", settings)
+    write_json(folder / TRANSFORMER_FILE, settings)
     general: dict[str, object] = {
         "model_type": "MultiVectorEncoder",
         "prompts": dict(encoder.prompts),
         "default_prompt_name": None,
         "similarity_fn_name": "maxsim",
     }
-    own: dict[str, object] = {"markers": dict(late.markers)} if late.markers else {}
+    ours: dict[str, object] = (
+        {"markers": dict(late.markers)} if late.markers else {}
+    )  # the library has no key for these
     if late.topk_tokens is not None:
-        own["topk_tokens"] = late.topk_tokens
-    if own:
-        general["vembed"] = own
+        ours["topk_tokens"] = late.topk_tokens
+    if ours:
+        general["vembed"] = ours
     write_json(folder / GENERAL_FILE, general)
     modules = [("base.modules.transformer.Transformer", "")]
     for layer in encoder.head.layers:
@@ -301,6 +307,7 @@ def fits_pylate(encoder: ColbertEncoder) -> bool:
 
 def turn_to_pylate(encoder: ColbertEncoder, folder: Path) -> None:
     """Turn a folder that `write_late` wrote into one that PyLate 1 loads, on sentence-transformers 5."""
+    # PyLate masks and normalises by itself and knows no such modules; its markers are settings, not prompts.
     late, spec = encoder.late, encoder.spec
     modules = []
     for module in json.loads((folder / MODULES_FILE).read_text("utf-8")):
@@ -312,12 +319,10 @@ def turn_to_pylate(encoder: ColbertEncoder, folder: Path) -> None:
             settings = json.loads((folder / path / "config.json").read_text("utf-8"))
             kept = {key: value for key, value in settings.items() if not key.startswith("module_")}
             write_json(folder / path / "config.json", {**kept, "use_residual": False})
-        own = "sentence_transformers.models.Transformer" if kind == "Transformer" else "pylate.models.Dense.Dense"
-        modules.append({**module, "type": own})
+        older = "sentence_transformers.models.Transformer" if kind == "Transformer" else "pylate.models.Dense.Dense"
+        modules.append({**module, "type": older})
     write_json(folder / MODULES_FILE, modules)
-    write_json(
-        folder / "sentence_bert_config.json", {"max_seq_length": spec.max_length, "do_lower_case": spec.lower_case}
-    )
+    write_json(folder / TRANSFORMER_FILE, {"max_seq_length": spec.max_length, "do_lower_case": spec.lower_case})
     write_json(
         folder / GENERAL_FILE,
         {

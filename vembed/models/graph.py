@@ -41,11 +41,11 @@ GRAPH_TEXTS = (*TEXTS, *("the quick brown fox jumps over a lazy dog " * count fo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphRequest:
-    """Which graphs to write."""
+    """The graphs to write."""
 
     int8: bool = False
     opset: int | None = None  # version of ONNX's operators; None for the one that torch writes
-    allow_lower: bool = False  # whether a graph below `LEAST` is kept
+    allow_lower: bool = False  # a graph below `LEAST` is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,17 @@ def write_graphs(encoder: Encoder, folder: Path, request: GraphRequest) -> tuple
     Raises:
         MachineError: torch can't write the model as a graph, or a graph's vectors differ too much.
     """
-    wanted = {side: _own_vectors(encoder, side) for side in _sides(encoder)}
-    inputs = {side: _inputs(encoder, side) for side in wanted}
+    # Only where the prompts differ are the texts of both sides put in differently.
+    sides: tuple[Side, ...] = ("query",) if len(set(encoder.prompts.values())) == 1 else ("query", "document")
+    wanted: dict[Side, NDArray[np.float64]] = {}
+    inputs: dict[Side, list[NDArray[np.int64]]] = {}
+    for side in sides:
+        features = encoder.featurize(GRAPH_TEXTS, side)
+        ids = features.columns["input_ids"]
+        inputs[side] = [np.asarray(row, dtype=np.int64) for row in np.split(ids.values, ids.offsets[1:-1])]
+        with torch.no_grad():
+            call = encoder.collate(features, np.arange(len(GRAPH_TEXTS)), int(features.lengths.max()))
+            wanted[side] = encoder(call).double().numpy()
     (folder / GRAPH).parent.mkdir()
     _trace(encoder, inputs["query"][:3], folder / GRAPH, request.opset)
     names = [GRAPH]
@@ -89,25 +98,6 @@ def write_graphs(encoder: Encoder, folder: Path, request: GraphRequest) -> tuple
     return tuple(graphs)
 
 
-def _sides(encoder: Encoder) -> tuple[Side, ...]:
-    """Return the sides whose texts are put in differently."""
-    return ("query",) if len(set(encoder.prompts.values())) == 1 else ("query", "document")
-
-
-@torch.no_grad()
-def _own_vectors(encoder: Encoder, side: Side) -> NDArray[np.float64]:
-    features = encoder.featurize(GRAPH_TEXTS, side)
-    inputs = encoder.collate(features, np.arange(len(GRAPH_TEXTS)), int(features.lengths.max()))
-    vectors_RE: NDArray[np.float64] = encoder(inputs).double().numpy()
-    return vectors_RE
-
-
-def _inputs(encoder: Encoder, side: Side) -> list[NDArray[np.int64]]:
-    """Return the token ids of each text."""
-    ids = encoder.featurize(GRAPH_TEXTS, side).columns["input_ids"]
-    return [np.asarray(row, dtype=np.int64) for row in np.split(ids.values, ids.offsets[1:-1])]
-
-
 def _padded(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return token ids and mask (R, T); what the mask leaves out may be any token."""
     width = max(map(len, rows))
@@ -120,12 +110,13 @@ def _trace(encoder: Encoder, rows: list[NDArray[np.int64]], path: Path, opset: i
     """Write the graph of an encoder, traced on a few rows."""
     import onnx
 
-    example = tuple(torch.from_numpy(each) for each in _padded(rows))
+    # Several rows of several lengths: the tracer takes an axis of 1 for a constant.
+    example = tuple(torch.from_numpy(values) for values in _padded(rows))
     axes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:
-        for logger in loggers:
+        for logger in loggers:  # they warn about each operator that they rewrite
             logger.setLevel(logging.ERROR)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -149,6 +140,7 @@ def _trace(encoder: Encoder, rows: list[NDArray[np.int64]], path: Path, opset: i
             logger.setLevel(level)
     assert program is not None
     model = program.model_proto
+    # Beyond protobuf's limit the weights go to a file beside the graph, as 4 bytes each.
     big = sum(parameter.numel() * 4 for parameter in encoder.parameters()) > LARGEST_FILE
     onnx.save_model(model, str(path), save_as_external_data=big, location=f"{path.name}_data" if big else None)
 
@@ -170,7 +162,7 @@ def _quantize(source: Path, output: Path) -> None:
 def _agreement(path: Path, rows: list[NDArray[np.int64]], wanted_RE: NDArray[np.float64]) -> tuple[float, float]:
     """Return the least cosine of a graph's vectors to those wanted, and the least ratio of their lengths.
 
-    Each row is put in alone, and all rows in one call.
+    Each row is put in alone, and all rows in one call: a graph that took a size for a constant differs in one of them.
     """
     import onnxruntime
 
@@ -178,15 +170,15 @@ def _agreement(path: Path, rows: list[NDArray[np.int64]], wanted_RE: NDArray[np.
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
-    def run(some: list[NDArray[np.int64]]) -> NDArray[np.float64]:
-        ids_RT, mask_RT = _padded(some)
+    def run(batch: list[NDArray[np.int64]]) -> NDArray[np.float64]:
+        ids_RT, mask_RT = _padded(batch)
         vectors_RE: NDArray[np.float64] = session.run(
             ["sentence_embedding"], {"input_ids": ids_RT, "attention_mask": mask_RT}
         )[0].astype(np.float64)
         return vectors_RE
 
-    found_2RE = np.stack([np.concatenate([run([row]) for row in rows]), run(rows)])
-    lengths_2R, own_R = np.linalg.norm(found_2RE, axis=-1), np.linalg.norm(wanted_RE, axis=1)
-    cosines_2R = (found_2RE * wanted_RE).sum(axis=-1) / (lengths_2R * own_R)
+    vectors_2RE = np.stack([np.concatenate([run([row]) for row in rows]), run(rows)])
+    lengths_2R, own_R = np.linalg.norm(vectors_2RE, axis=-1), np.linalg.norm(wanted_RE, axis=1)
+    cosines_2R = (vectors_2RE * wanted_RE).sum(axis=-1) / (lengths_2R * own_R)
     ratios_2R = np.minimum(lengths_2R / own_R, own_R / lengths_2R)
     return float(cosines_2R.min()), float(ratios_2R.min())

@@ -1,7 +1,9 @@
-"""The promises of every encoder, as one class of tests. Subclass it, give it cases, and a family is proved:
+"""The promises of every encoder, as one class of tests.
 
-    @pytest.mark.parametrize("case", MY_CASES, ids=str)
-    class TestMyFamily(EncoderContract): ...
+Derive from it and name a tiny model, and an encoder is proved:
+
+    class TestLetters(EncoderContract):
+        cases = (EncoderCase("letters"),)  # trains builtin:letters; or EncoderCase(..., write=FUNCTION OF A FOLDER)
 
 Promise                       Compared with
 reload                        the same weights before they were saved, bit for bit
@@ -9,7 +11,6 @@ company, order, width         each item encoded alone, in float64
 padding                       other tokens in padded places; a tokenizer that pads at the other side
 rows end to end               padded rows
 engine                        one autograd graph over the batch, at three retentions, under dropout
-two ranks                     the same graph; rows dealt unevenly, weights replicated and sharded
 gradient                      a central difference along a random direction of all weights
 checkpointing, adapters       the step without them; the folder that they were merged into
 plan                          the bytes that a real forward pass keeps
@@ -21,45 +22,41 @@ Shape legend: N items, V vectors of an item (1 unless the encoder gives several)
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from encoder_cases import EncoderCase, items_of, load_case
-from picture_cases import opened
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from vembed.batch import ContrastiveBatch, Features, Image
-from vembed.distributed.fsdp import shard_encoder
-from vembed.distributed.ranks import Ranks
+from vembed.batch import Composed, ContrastiveBatch, Features, Image
 from vembed.errors import ConfigError
-from vembed.gradcache.chunks import ChunkBudget, Pool, RowAssignment
+from vembed.gradcache.chunks import ChunkBudget, Pool
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, StepResult
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchLoss, BatchStructure
 from vembed.losses.colbert import ColbertLoss
 from vembed.losses.infonce import InfoNCE
-from vembed.models.adapters.lora import add_adapters, takes_adapters
-from vembed.models.adapters.trained import save_trained
-from vembed.models.export.write import TOLERANCE, ExportRequest, export_model
+from vembed.models.adapters import add_adapters, save_trained, takes_adapters
+from vembed.models.export import TOLERANCE, ExportRequest, export_model
 from vembed.models.exportable import FORMS, writable_forms
 from vembed.models.keys import AdapterKeys, ModelKeys
-from vembed.models.profile.live import LiveBytes
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
-from vembed.plan.problem import Way
+from vembed.models.load import load_encoder
+from vembed.models.measure import LiveBytes, ProfileTarget
+from vembed.models.plannable import ROWS
+from vembed.models.profile import profile_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from rank_pool import RankPool
+    import PIL.Image
 
     from vembed.batch import Item, Side
     from vembed.models.encoder import Encoder
@@ -72,7 +69,7 @@ SIDES: tuple[Side, Side] = ("query", "document")
 CHUNKS = ChunkBudget(rows=2, tokens=10**6)
 NO_GRADIENT_IN_TRUTH = ("k_proj.bias", "key.bias", "key_proj.bias")
 """The same vector added to all keys of a row changes no attention, so its true gradient is zero."""
-IDLE_KEYS = {
+IDLE_KEYS: dict[str, Any] = {
     "pooling_method": "cls",
     "max_seq_length": 32,
     "query_prompt": "q: ",
@@ -82,31 +79,90 @@ IDLE_KEYS = {
 }
 """Keys of the model that some families have no use for, with a value that isn't their default."""
 
-
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[EncoderCase], Path]:
-    """Write the folder of a case when a test first asks for it; later tests of this process share it."""
-    root, written = tmp_path_factory.mktemp("encoders"), {}
-
-    def folder_of(case: EncoderCase) -> Path:
-        if str(case) not in written:
-            folder = root / str(case).replace(" ", "-").replace(",", "")
-            case.write(folder)
-            written[str(case)] = folder
-        return written[str(case)]
-
-    return folder_of
+TEXTS = (
+    "sea",
+    "The river runs to the sea.",
+    "how do I sort a list in place? use list.sort",
+    "a b",
+    "a red fox",
+    "it returns none",
+    "two round shapes, one of them in blue",
+    "list of rivers",
+)
+"""Of uneven lengths, all within 60 tokens of a tokenizer of bytes."""
 
 
-@pytest.fixture
-def folder(case: EncoderCase, folder_of: Callable[[EncoderCase], Path], request: pytest.FixtureRequest) -> Path:
-    """Give the folder of a case, and mark a promise that it is known to break."""
-    promise = request.node.originalname
-    form = request.node.callspec.params.get("form")
-    reason = case.breaks.get(promise if form is None else f"{promise}[{form}]")
-    if reason is not None:
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    return folder_of(case)
+@dataclass(frozen=True)
+class EncoderCase:
+    """A tiny model, and the few facts about it that no encoder states itself."""
+
+    entry: str  # name of the class: of its `builtin`, or in ENCODERS
+    kind: str = ""  # tells it from other cases of the class
+    write: Callable[[Path], object] | None = None  # makes a folder of the model; None saves a new `builtin:ENTRY`
+    keys: Mapping[str, Any] = field(default_factory=dict)  # keys of the model that the user gives
+    near: float = 1e-9  # relative precision of float64 vectors
+    sees_padding: bool = False  # convolutions run over padded tokens too
+    fixed_padding: bool = False  # texts are padded to one length and not masked, which is a part of their vector
+    estimated: bool = False  # the plan can't run it on fake tensors
+    texts_at_most: float = 1.05  # bytes of a call, predicted over real; never below 0.95
+    pictures_at_most: float = 1.05
+    without_gradient: str = "\0"  # substring of parameters that reach no vector
+    breaks: Mapping[str, str] = field(default_factory=dict)  # promise -> why it is known not to hold
+
+    def __str__(self) -> str:
+        return f"{self.entry} {self.kind}".strip()
+
+    def make(self, folder: Path) -> None:
+        """Write the folder of the model."""
+        if self.write is not None:
+            self.write(folder)
+        else:
+            torch.manual_seed(0)
+            load_encoder(ModelKeys(model_name=f"builtin:{self.entry}"), TEXTS).save(folder)
+
+    def load(self, folder: Path, *, dtype: torch.dtype = torch.float64, **keys: Any) -> Encoder:
+        """Load the model in evaluation mode."""
+        return load_case(folder, {**self.keys, **keys}, dtype=dtype)
+
+
+def load_case(folder: Path, keys: Mapping[str, Any], *, dtype: torch.dtype = torch.float64) -> Encoder:
+    """Load the model of a case, in a process of its own too."""
+    torch.manual_seed(1)  # a new head or projection is drawn
+    name = str(dtype).removeprefix("torch.")
+    return load_encoder(ModelKeys.model_validate({"model_name": str(folder), "torch_dtype": name, **keys})).eval()
+
+
+# --- items ---
+
+
+def picture(seed: int, size: tuple[int, int] = (40, 36)) -> Image:
+    """Return coloured squares as PNG bytes in memory."""
+    import PIL.Image  # here, as encoders of texts need no Pillow
+
+    colours = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(colours).resize(size, PIL.Image.Resampling.NEAREST).save(buffer, "PNG")
+    return Image(f"picture-{seed}.png", buffer.getvalue())
+
+
+def opened(images: Sequence[Image]) -> list[PIL.Image.Image]:
+    """Decode pictures with Pillow alone."""
+    import PIL.Image
+
+    return [PIL.Image.open(io.BytesIO(image.read())).convert("RGB") for image in images]
+
+
+def items_of(encoder: Encoder) -> tuple[Item, ...]:
+    """Return distinct items of uneven sizes, some of each modality that an encoder takes."""
+    items: list[Item] = [*TEXTS] if "text" in encoder.modalities else []
+    if "image" in encoder.modalities:
+        sizes = ((40, 36), (64, 64), (30, 70), (32, 32), (40, 36), (40, 36), (50, 20))
+        items += [picture(seed, size) for seed, size in enumerate(sizes)]
+    if "image+text" in encoder.modalities:
+        items += [Composed((picture(1, (64, 64)),), "in red"), Composed((picture(7),), "a round one")]
+        if encoder.several_pictures:
+            items.append(Composed((picture(2, (30, 70)), picture(8)), "two of them"))
+    return tuple(items)
 
 
 # --- vectors ---
@@ -252,21 +308,6 @@ def engine_step(encoder: Encoder, *, retain: float = 0.0) -> tuple[StepResult, G
     return result, take_gradients(encoder)
 
 
-def rank_step(
-    rank: int, folder: Path, keys: dict[str, Any], mode: Any, assignment: RowAssignment
-) -> tuple[float, Gradients]:
-    """Do the step on the rows that one rank got, weights replicated or sharded."""
-    encoder = load_case(folder, keys)
-    batch, ranks, sharded = search_batch(encoder), Ranks.of_this_process(), None
-    pools = pools_of(encoder, batch, assignment.slots[rank])
-    if mode is not None:
-        sharded = shard_encoder(encoder, Way("fsdp", mode=mode, sharding_factor=2), ranks, device=CPU)
-    trainable = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
-    engine = GradCacheEngine(make_loss(encoder), EngineOptions(CHUNKS, CPU, ranks=ranks), trainable, sharded=sharded)
-    result = engine.step(pools, BatchStructure.of(batch), assignment=assignment)
-    return result.loss, take_gradients(encoder)
-
-
 def assert_same_gradients(gradients: Gradients, expected: Gradients, *, near: float) -> None:
     """Compare gradients of all parameters, in units of the largest."""
     assert gradients.keys() == expected.keys()
@@ -294,7 +335,7 @@ def wake_adapters(encoder: Encoder) -> None:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
 
 
-# --- libraries ---
+# --- other libraries ---
 
 
 def by_sentence_transformers(folder: Path, encoder: Encoder, side: Side) -> list[torch.Tensor]:
@@ -339,9 +380,12 @@ def by_transformers(folder: Path, encoder: Encoder, recipe: Recipe) -> list[torc
 def _pooled(outputs: Any, real_NT: torch.Tensor, pooling: str) -> torch.Tensor:
     """Pool each row by itself: no padding can slip in."""
     if pooling == "head":
-        return outputs.pooler_output
-    pool = {"mean": lambda x: x.mean(dim=0), "cls": lambda x: x[0], "lasttoken": lambda x: x[-1]}[pooling]
-    return torch.stack([pool(hidden[real]) for hidden, real in zip(outputs.last_hidden_state, real_NT, strict=True)])
+        head: torch.Tensor = outputs.pooler_output
+        return head
+    rows = [hidden[real] for hidden, real in zip(outputs.last_hidden_state, real_NT, strict=True)]
+    if pooling == "mean":
+        return torch.stack([row.mean(dim=0) for row in rows])
+    return torch.stack([row[{"cls": 0, "lasttoken": -1}[pooling]] for row in rows])
 
 
 @torch.no_grad()
@@ -370,7 +414,41 @@ def kept_bytes(encoder: Encoder, inputs: dict[str, torch.Tensor]) -> int:
 
 
 class EncoderContract:
-    """Promises of an encoder, each a test that any case of any family runs."""
+    """Promises of an encoder, each a test that every case runs. Tiny models take seconds."""
+
+    cases: ClassVar[Sequence[Any]] = ()  # each an EncoderCase, or a pytest.param of one
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run each promise for each case."""
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.cases, ids=str)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder_of(cls, tmp_path_factory: pytest.TempPathFactory) -> Callable[[EncoderCase], Path]:
+        """Write the folder of a case when a test first asks for it; later tests of this process share it."""
+        root, written = tmp_path_factory.mktemp("encoders"), set()
+
+        def folder_of(case: EncoderCase) -> Path:
+            folder = root / str(case).replace(" ", "-").replace(",", "")
+            if folder not in written:
+                case.make(folder)
+                written.add(folder)
+            return folder
+
+        return folder_of
+
+    @pytest.fixture
+    def folder(
+        self, case: EncoderCase, folder_of: Callable[[EncoderCase], Path], request: pytest.FixtureRequest
+    ) -> Path:
+        """Give the folder of a case, and mark a promise that it is known to break."""
+        promise = request.node.originalname
+        form = request.node.callspec.params.get("form")
+        reason = case.breaks.get(promise if form is None else f"{promise}[{form}]")
+        if reason is not None:
+            request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+        return folder_of(case)
 
     def test_reload_gives_the_same_bits(self, case: EncoderCase, folder: Path, tmp_path: Path) -> None:
         encoder = case.load(folder, dtype=torch.float32)
@@ -449,21 +527,6 @@ class EncoderContract:
             assert result.replay_drift == 0
             assert result.loss == pytest.approx(loss, rel=1e-12)
             assert_same_gradients(gradients, expected, near=1e-10)
-
-    @pytest.mark.parametrize("weights", ["replicated", "sharded"])
-    def test_two_ranks_equal_one(self, case: EncoderCase, folder: Path, weights: str, two_ranks: RankPool) -> None:
-        if case.sees_padding:
-            pytest.skip("rows in other calls have other vectors")
-        mode = case.sharding if weights == "sharded" else None
-        encoder = case.load(folder)  # in evaluation mode: each rank would draw masks of its own
-        loss, expected = plain_step(encoder, budget=None)
-        batch = search_batch(encoder)
-        num_rows = len(batch.queries) + len(batch.documents)
-        few = np.array([0, num_rows - 1])
-        assignment = RowAssignment((few, np.setdiff1d(np.arange(num_rows), few)))
-        for rank_loss, gradients in two_ranks.run(rank_step, folder, dict(case.keys), mode, assignment):
-            assert rank_loss == pytest.approx(loss, rel=case.near)
-            assert_same_gradients(gradients, expected, near=100 * case.near)
 
     def test_one_step_lowers_the_loss(self, case: EncoderCase, folder: Path) -> None:
         encoder = case.load(folder)
@@ -572,7 +635,7 @@ class EncoderContract:
             seen = [item for item in items if isinstance(item, kind)]
             features = encoder.featurize(seen, "document")
             width = int(features.lengths.max())
-            rows = np.full(23, features.lengths.argmax())
+            rows = np.full(ROWS, features.lengths.argmax())
             kept = kept_bytes(encoder, encoder.collate(features, rows, width))
             at_most = case.pictures_at_most if kind is Image else case.texts_at_most
             assert 0.95 < tower.saved.of(len(rows), width) / kept < at_most, tower.name

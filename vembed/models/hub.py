@@ -1,5 +1,8 @@
 """The model that a name means, and its files: a folder, a model of the hub, or a description without weights.
 
+`ModelFiles` reads configs, tokenizers and weights; `SkeletonFiles` gives the same model without any weights, for the
+plan. Below stand the files that families of our own write, and fingerprints, which tell one model from another.
+
 Nothing runs that a model's files bring along unless the user says so: remote code needs `trust_remote_code` and a
 pinned revision, pickled weights need `allow_pickle` (and are then read with weights_only).
 """
@@ -7,10 +10,14 @@ pinned revision, pickled weights need `allow_pickle` (and are then read with wei
 from __future__ import annotations
 
 import copy
+import hashlib
+import importlib.util
 import inspect
 import json
 import os
+from collections.abc import Mapping  # noqa: TC003
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
@@ -20,10 +27,9 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vembed.batch import Background
+from vembed.batch import Background, Side
 from vembed.errors import ConfigError, MachineError
 from vembed.files import is_folder
-from vembed.models.adapters.quantized import four_bit_config
 from vembed.models.checked_files import (
     CONFIG_KINDS,
     KINDS,
@@ -34,14 +40,15 @@ from vembed.models.checked_files import (
     make_module,
     read_json,
 )
+from vembed.models.encoder import Similarity  # noqa: TC001 - read by pydantic in ModelIdentity
 from vembed.models.names import locate, nearest_folder
 from vembed.text import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
-    from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from torch import Tensor, nn
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.models.encoder import Encoder
     from vembed.models.keys import ModelKeys
@@ -57,7 +64,6 @@ PICTURES_FILE = "vembed_pictures.json"
 
 PICTURE_SIDE = 224
 """In pixels, where the config of an image tower names none."""
-
 
 READ_BY = {
     "AutoConfig": "config.json",
@@ -79,11 +85,11 @@ class ModelFiles:
         self.folder = Path(self.name) if is_folder(self.name) else None
         self.dtype = DTYPES[keys.torch_dtype]
         self.device = torch.device("cpu")  # where parameters are made
-        self.has_weights = True  # whether weights are read; else parameters stay as they are made
-        self.reads_items = True  # whether items will be read by tokenizer and image processor
-        self.image_tower = False  # whether only the image tower of a model of two is meant
+        self.has_weights = True  # weights are read; else parameters stay as they are made
+        self.reads_items = True  # items will be read by tokenizer and image processor
+        self.image_tower = False  # only the image tower of a model of two is meant
         self.shape: Mapping[str, Any] = {}  # the config of a model of which there is nothing else
-        self._once: dict[str, Any] = {}
+        self._configs: dict[str, PreTrainedConfig] = {}  # by subfolder
 
     def of_part(self, keys: ModelKeys) -> ModelFiles:
         """Return the files of a model that this one is a part of, to be loaded alike."""
@@ -106,12 +112,12 @@ class ModelFiles:
         from transformers.utils.hub import cached_file
 
         try:
-            found = cached_file(
+            path = cached_file(
                 self.name, file, revision=self.keys.model_revision, _raise_exceptions_for_missing_entries=False
             )
         except (OSError, ValueError) as error:
             raise self._unreachable(error) from error
-        return None if found is None else Path(found)
+        return None if path is None else Path(path)
 
     def read_json(self, file: str, kind: type[dict[str, Any]] | type[list[Any]] = dict, *, others: bool = False) -> Any:
         """Return what one of the model's JSON files holds; an empty object or list where there is no such file.
@@ -163,13 +169,10 @@ class ModelFiles:
         """Load config.json, once; that of the image tower where only it is meant."""
         from transformers import AutoConfig
 
-        config: PreTrainedConfig = self._kept(f"config {subfolder}", lambda: self._load(AutoConfig, subfolder))
+        if subfolder not in self._configs:  # a request to the hub, and several classes ask before one takes the model
+            self._configs[subfolder] = self._load(AutoConfig, subfolder)
+        config = self._configs[subfolder]
         return getattr(config, "vision_config", config) if self.image_tower else config
-
-    def _kept(self, name: str, read: Callable[[], Any]) -> Any:
-        if name not in self._once:
-            self._once[name] = read()
-        return self._once[name]
 
     def tokenizer(self, subfolder: str = "") -> PreTrainedTokenizerBase:
         """Load the tokenizer; it must be able to pad."""
@@ -187,11 +190,11 @@ class ModelFiles:
 
     def _checked(self, tokenizer: PreTrainedTokenizerBase, prefix: str) -> PreTrainedTokenizerBase:
         """Return a tokenizer with the padding token that the user wants, and refuse one that no file describes."""
-        own = tuple(tokenizer.vocab_files_names.values())  # empty where there is no vocabulary, as with bytes
+        known = tuple(tokenizer.vocab_files_names.values())  # empty where there is no vocabulary, as with bytes
         usual = ("tokenizer.json", "tokenizer.model", "tekken.json")
-        if own and not any(self.read(prefix + file) for file in (*usual, *own)):
+        if known and not any(self.read(prefix + file) for file in (*usual, *known)):
             raise ConfigError(
-                f"{self.name} has no tokenizer: none of {', '.join(dict.fromkeys((*own, *usual)))} is there. "
+                f"{self.name} has no tokenizer: none of {', '.join(dict.fromkeys((*known, *usual)))} is there. "
                 f"Copy the tokenizer's files beside its config.json"
             )
         if (pad_token := self.keys.pad_token) is not None:
@@ -215,10 +218,16 @@ class ModelFiles:
 
     def backbone(self, subfolder: str, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:
         """Load the transformer in the wanted type and attention."""
-        self._refuse_pickle(f"{subfolder}/" if subfolder else "")
-        extra: dict[str, Any] = {"dtype": self.dtype, "use_safetensors": not self.keys.allow_pickle}
-        if self.keys.allow_pickle:
-            extra["use_safetensors"] = None  # prefer safetensors, take pickled weights with weights_only otherwise
+        prefix = f"{subfolder}/" if subfolder else ""
+        safe = (f"{prefix}model.safetensors", f"{prefix}model.safetensors.index.json")
+        pickled = (f"{prefix}pytorch_model.bin", f"{prefix}pytorch_model.bin.index.json")
+        if not self.keys.allow_pickle and not any(map(self.read, safe)) and any(map(self.read, pickled)):
+            raise ConfigError(
+                f"{self.name} has its weights only as a pickle, which can run code when it is read; set "
+                f"allow_pickle: true to read it with weights_only, or convert it to safetensors"
+            )
+        # None prefers safetensors and takes pickled weights, with weights_only, where there are no others.
+        extra: dict[str, Any] = {"dtype": self.dtype, "use_safetensors": None if self.keys.allow_pickle else True}
         if self.load_in_4bit:
             extra["quantization_config"] = four_bit_config()
         backbone: PreTrainedModel
@@ -227,15 +236,9 @@ class ModelFiles:
                 auto_class, subfolder, config=config, output_loading_info=True, **extra, **self._attention()
             )
         prepare_backbone(backbone)
-        self._refuse_missing(backbone, sorted(loading["missing_keys"]))
-        return backbone
-
-    def _attention(self) -> dict[str, str]:
-        wanted = self.keys.attn_implementation
-        return {} if wanted == "auto" else {"attn_implementation": wanted}
-
-    def _refuse_missing(self, backbone: PreTrainedModel, missing: list[str]) -> None:
-        """Refuse weights that no file holds and that would be random; a pooler alone is left out."""
+        # transformers fills weights that no file holds with random numbers and goes on. A pooler alone is left out:
+        # many checkpoints lack it, and no embedding needs it.
+        missing = sorted(loading["missing_keys"])
         needed = [key for key in missing if not key.startswith("pooler.")]
         if needed:
             raise ConfigError(
@@ -245,19 +248,14 @@ class ModelFiles:
             )
         if missing:
             _leave_pooler_out(backbone)
+        return backbone
 
-    def _refuse_pickle(self, prefix: str) -> None:
-        if self.keys.allow_pickle:
-            return
-        safe = (f"{prefix}model.safetensors", f"{prefix}model.safetensors.index.json")
-        pickled = (f"{prefix}pytorch_model.bin", f"{prefix}pytorch_model.bin.index.json")
-        if not any(self.read(file) for file in safe) and any(self.read(file) for file in pickled):
-            raise ConfigError(
-                f"{self.name} has its weights only as a pickle, which can run code when it is read; set "
-                f"allow_pickle: true to read it with weights_only, or convert it to safetensors"
-            )
+    def _attention(self) -> dict[str, str]:
+        wanted = self.keys.attn_implementation
+        return {} if wanted == "auto" else {"attn_implementation": wanted}
 
     def _load(self, auto_class: Any, subfolder: str, **extra: Any) -> Any:
+        # Before the library reads them: its own errors seldom name the file that is damaged.
         if self.folder is not None:
             check_folder(self.folder / subfolder, weights=self.has_weights)
         try:
@@ -291,7 +289,11 @@ class ModelFiles:
         if self.folder is not None:
             read = READ_BY.get(auto_class.__name__, "config.json and its weights")
             hint = f". It was read from {read} in {self.folder / subfolder}; if one is damaged, copy the folder again"
-            if not self._names_a_type():
+            try:
+                names_a_type = self.in_folder("modules.json") or "model_type" in self.read_json("config.json")
+            except ConfigError:  # a broken file is one of a library all the same
+                names_a_type = True
+            if not names_a_type:
                 hint = (
                     ". A folder says what its model is in config.json, modules.json, open_clip_config.json or "
                     "vembed_*.json: copy it again if that is missing. A model of a plugin needs the plugin: plugins: "
@@ -303,15 +305,6 @@ class ModelFiles:
         elif not isinstance(error, OSError | ValueError):  # not meant for users, often no more than a name: 'silu2'
             reason = f"{type(error).__name__}: {reason}"
         return ConfigError(f"{self.name} could not be loaded: {reason}{hint}")
-
-    def _names_a_type(self) -> bool:
-        """Return whether the folder says by the files of a library what its model is."""
-        if self.in_folder("modules.json"):
-            return True
-        try:
-            return "model_type" in self.read_json("config.json")
-        except ConfigError:  # a broken file is one of a library all the same
-            return True
 
 
 class SkeletonFiles(ModelFiles):
@@ -331,20 +324,16 @@ class SkeletonFiles(ModelFiles):
         self.reads_items = reads_items
         path = Path(self.name)
         if path.suffix == ".json" and path.is_file():
-            self.shape = self._shape_in(path)
+            self.shape = read_json(path)
+            if not self.shape.keys() & {"model_type", "vision_cfg"}:
+                raise ConfigError(
+                    f"{self.name} is no shape of a model: it has neither model_type (transformers) nor vision_cfg "
+                    f"(open_clip)"
+                )
 
     def of_part(self, keys: ModelKeys) -> SkeletonFiles:
         """Return the files of a part, without its weights too."""
         return SkeletonFiles(keys, device=str(self.device), reads_items=self.reads_items)
-
-    def _shape_in(self, path: Path) -> dict[str, Any]:
-        content: dict[str, Any] = read_json(path)
-        if not content.keys() & {"model_type", "vision_cfg"}:
-            raise ConfigError(
-                f"{self.name} is no shape of a model: it has neither model_type (transformers) nor vision_cfg "
-                f"(open_clip)"
-            )
-        return content
 
     def config(self, subfolder: str = "") -> PreTrainedConfig:
         """Load config.json, or make the config that the shape is."""
@@ -377,6 +366,7 @@ class SkeletonFiles(ModelFiles):
 
     def backbone(self, subfolder: str, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:
         """Make the transformer by its config alone."""
+        # A copy, as from_config notes its choice of attention in the config.
         with self.device:
             backbone: PreTrainedModel = auto_class.from_config(
                 copy.deepcopy(config),
@@ -385,55 +375,24 @@ class SkeletonFiles(ModelFiles):
                 **self._attention(),
             )
         prepare_backbone(backbone)
-        if self._lacks_pooler(subfolder):
-            _leave_pooler_out(backbone)
-        return backbone
-
-    def _lacks_pooler(self, subfolder: str) -> bool:
-        """Return whether the weights of a local folder hold no pooler; False for pickles and models of the hub."""
-        files = [] if self.folder is None else sorted((self.folder / subfolder).glob("model*.safetensors"))
+        # Without its weights, a local folder tells by the names in its headers whether it holds a pooler, which costs
+        # no read of a tensor. A pickle doesn't, and the hub would have to be asked; a pooler is small.
         names: list[str] = []
-        for path in files:
+        for path in [] if self.folder is None else sorted((self.folder / subfolder).glob("model*.safetensors")):
             try:
                 with safe_open(path, "pt") as file:
                     names += file.keys()
             except (OSError, SafetensorError):  # a pointer of Git LFS: there is a plan without the weights
-                return False
-        return bool(names) and not any(".pooler." in f".{name}" for name in names)
+                names = []
+                break
+        if names and not any(".pooler." in f".{name}" for name in names):
+            _leave_pooler_out(backbone)
+        return backbone
 
 
 def tokenizer_facts(max_length: int) -> Any:
     """Return what encoders read of a tokenizer that tokenizes nothing."""
     return SimpleNamespace(pad_token_id=0, model_max_length=max_length, padding_side="right")
-
-
-def save_weights(
-    module: nn.Module, folder: Path, file: str = WEIGHTS_FILE, metadata: dict[str, str] | None = None
-) -> None:
-    """Write the weights of a module as safetensors into a folder, which is made where it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
-    safetensors.torch.save_file(weights, folder / file, metadata=metadata)
-
-
-def save_background(encoder: Encoder, folder: Path) -> None:
-    """Write beside a model's files on what background its pictures stand; nothing where that is white."""
-    if encoder.image_background != "white":
-        (folder / PICTURES_FILE).write_text(json.dumps({"image_background": encoder.image_background}), "utf-8")
-
-
-def saved_background(files: ModelFiles) -> Background:
-    """Return the background that a model was trained with, white where its files don't say.
-
-    Raises:
-        ConfigError: The file names another one than there are.
-    """
-    if ":" in files.name and files.folder is None:  # a name of open_clip or a built-in one: no folder of ours
-        return "white"
-    found = files.read_json(PICTURES_FILE).get("image_background", "white")
-    if found not in get_args(Background):
-        raise ConfigError(f"{files.name}: {PICTURES_FILE} names the image_background {found!r}; set image_background")
-    return cast("Background", found)
 
 
 @contextmanager
@@ -463,3 +422,104 @@ def prepare_backbone(backbone: PreTrainedModel) -> None:
     for config in (backbone.config, backbone.config.get_text_config()):
         if getattr(config, "use_cache", False):
             config.use_cache = False  # keys and values of past tokens: nothing here generates text
+
+
+def four_bit_config() -> BitsAndBytesConfig:
+    """Return how transformers loads weights in 4 bits: NormalFloat, its constants quantized too, bfloat16 products.
+
+    Raises:
+        MachineError: bitsandbytes or a CUDA device is missing.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MachineError(
+            "load_in_4bit needs bitsandbytes, which is missing: pip install 'vembed[qlora]', or set load_in_4bit: false"
+        )
+    if not torch.cuda.is_available():
+        raise MachineError("load_in_4bit needs a CUDA device, and this machine has none: set load_in_4bit: false")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+# --- Files of our own -------------------------------------------------------------------------------------------------
+
+
+def save_weights(
+    module: nn.Module, folder: Path, file: str = WEIGHTS_FILE, metadata: dict[str, str] | None = None
+) -> None:
+    """Write the weights of a module as safetensors into a folder, which is made where it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
+    safetensors.torch.save_file(weights, folder / file, metadata=metadata)
+
+
+def save_background(encoder: Encoder, folder: Path) -> None:
+    """Write beside a model's files on what background its pictures stand; nothing where that is white."""
+    if encoder.image_background != "white":
+        (folder / PICTURES_FILE).write_text(json.dumps({"image_background": encoder.image_background}), "utf-8")
+
+
+def saved_background(files: ModelFiles) -> Background:
+    """Return the background that a model was trained with, white where its files don't say.
+
+    Raises:
+        ConfigError: The file names another one than there are.
+    """
+    # Without asking the hub: such a name would cost a request that finds nothing.
+    if ":" in files.name and files.folder is None:  # a name of open_clip or a built-in one: no folder of ours
+        return "white"
+    background = files.read_json(PICTURES_FILE).get("image_background", "white")
+    if background not in get_args(Background):
+        raise ConfigError(
+            f"{files.name}: {PICTURES_FILE} names the image_background {background!r}; set image_background"
+        )
+    return cast("Background", background)
+
+
+# --- Fingerprints -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """A model as an index of its vectors remembers it."""
+
+    name: str  # what it was loaded by: a hub id, or the absolute path of a folder
+    weights_sha256: str  # `tensors_sha256` of its encoder's state, in the order of the names
+    dimension: int
+    similarity: Similarity
+    prompts: Mapping[Side, str]
+    max_length: int | None  # longest input in tokens, None where there is no limit
+
+
+def identify(encoder: Encoder, *, name: str) -> ModelIdentity:
+    """Return the identity of an encoder, on any device; its weights are read once."""
+    return ModelIdentity(
+        name=name,
+        weights_sha256=tensors_sha256(sorted(encoder.state_dict().items())),
+        dimension=encoder.dimension,
+        similarity=encoder.similarity,
+        prompts=encoder.prompts,
+        max_length=encoder.max_length,
+    )
+
+
+def tensors_sha256(tensors: Iterable[tuple[str, Tensor]], *, sampled_values: int | None = None) -> str:
+    """Return the SHA-256 (hex) over name, type, shape and bytes of tensors, the same on every device.
+
+    Args:
+        sampled_values: Hash an even sample of about so many values of each tensor instead of all of them.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        values = tensor.detach().reshape(-1)
+        if sampled_values is not None:
+            values = values[:: max(1, values.numel() // sampled_values)]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # As bytes: numpy has no bfloat16. After sampling, so that little is copied from the device.
+        digest.update(values.cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

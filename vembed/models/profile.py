@@ -24,15 +24,13 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from vembed.errors import ConfigError
-from vembed.models.adapters.lora import add_adapters, takes_adapters
-from vembed.models.adapters.narrow import narrow_frozen
-from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters import add_adapters, freeze, narrow_frozen, takes_adapters
 from vembed.models.exportable import sample_vectors
-from vembed.models.files import DTYPES
+from vembed.models.hub import DTYPES
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder, load_skeleton
+from vembed.models.measure import CallCosts, ProfileTarget, measure_call
 from vembed.models.plannable import WORDS, one_picture, parameters_within
-from vembed.models.profile.measure import CallCosts, ProfileTarget, measure_call
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
 from vembed.registry import ENCODERS
 
@@ -59,7 +57,7 @@ _known: dict[str, ModelSize] = {}
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """What of an encoder trains: a part, or adapters beside frozen weights."""
+    """The part of an encoder that trains, or adapters beside frozen weights."""
 
     part: str = "all"
     adapters: AdapterKeys | None = None
@@ -73,6 +71,7 @@ class _Trained:
         if self.adapters is not None:
             add_adapters(encoder, self.adapters)
         elif cut and self.part.startswith("last_"):
+            # "last_6_layers" of a tower cut to one layer is that layer. Towers cut to unequal depths have no common N.
             numbers = set(cut.values())
             freeze(encoder, f"last_{numbers.pop()}_layers" if len(numbers) == 1 else "all")
         else:
@@ -104,25 +103,20 @@ def profile_model(
     """
     paths = [Path(name) for name in (keys.model_name, keys.text_model_name, keys.image_model_name) if name]
     stamp = [path.stat().st_mtime_ns for path in paths if path.exists()]
-    said = [getattr(keys, name) for name in ModelKeys.model_fields]
+    values = [getattr(keys, name) for name in ModelKeys.model_fields]
     adapters = None if lora is None else [getattr(lora, name) for name in AdapterKeys.model_fields]
-    known = repr((said, target, trainable, adapters, stamp))
+    known = repr((values, target, trainable, adapters, stamp))
     if known not in _known:
         if lora is None:
             _known[known] = _profile(keys, target, _Trained(trainable))
         else:
-            plain = profile_model(keys, target, trainable=trainable)
-            _known[known] = replace(plain, adapted=_adapted(keys, target, lora))
+            plain, adapted = profile_model(keys, target, trainable=trainable), None
+            try:
+                adapted = _profile(keys, target, _Trained(adapters=lora))
+            except ConfigError as error:  # the model can't have any
+                _log.debug("%s", error)
+            _known[known] = replace(plain, adapted=adapted)
     return _known[known]
-
-
-def _adapted(keys: ModelKeys, target: ProfileTarget, lora: AdapterKeys) -> ModelSize | None:
-    """Return the size with adapters, None where the model can't have any."""
-    try:
-        return _profile(keys, target, _Trained(adapters=lora))
-    except ConfigError as error:
-        _log.debug("%s", error)
-        return None
 
 
 def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> ModelSize:
@@ -130,25 +124,34 @@ def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> Model
     try:
         bare = load_skeleton(keys)
     except CANNOT_RUN as error:
-        return _by_formula(keys, _with_weights(keys), compute_dtype, f"can't be built without memory ({_told(error)})")
+        reason = f"can't be built without memory ({_described(error)})"
+        return _by_formula(keys, _with_weights(keys), compute_dtype, reason)
     whole = bare.skeleton()
     trained.apply(whole)
     narrowed = narrow_frozen(whole, target.autocast_dtype)
     try:
         with warnings.catch_warnings():  # the encoder that is built later says the same again
             warnings.simplefilter("ignore")
-            inputs = {each.name: each for each in whole.profile_inputs()}
+            inputs = {tower_inputs.name: tower_inputs for tower_inputs in whole.profile_inputs()}
             sizes: dict[str, TowerSize] = {}
             for tower in whole.towers():
-                runs = _Tower(bare, whole, tower, inputs[tower.name], target, trained)
-                sizes[tower.name] = runs.sized([sizes[name] for name in inputs[tower.name].through])
+                plain, checkpointed = _tower_costs(bare, whole, tower, inputs[tower.name], target, trained)
+                # Copies that mixed precision makes of weights that train are shared by the calls of a step; of frozen
+                # ones each call makes its own.
+                shares_casts = target.autocast_dtype is not None and trained.adapters is None
+                cast_bytes = int(plain.saved.per_call) if shares_casts else 0
+                plain = replace(plain, saved=replace(plain.saved, per_call=plain.saved.per_call - cast_bytes))
+                through = [sizes[name] for name in inputs[tower.name].through]
+                sizes[tower.name] = _tower_size(
+                    whole, tower, inputs[tower.name], through, plain, checkpointed or plain, cast_bytes
+                )
     except CANNOT_RUN as error:
         _refuse_broken_plugin(keys, whole)
-        return _by_formula(keys, whole, compute_dtype, f"can't be run without memory ({_told(error)})")
+        return _by_formula(keys, whole, compute_dtype, f"can't be run without memory ({_described(error)})")
     parameters = list(whole.parameters())
     return ModelSize(
-        num_parameters=sum(each.numel() for each in parameters),
-        num_trainable=sum(each.numel() for each in parameters if each.requires_grad),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         bytes_per_value=DTYPES[keys.torch_dtype].itemsize,
         dimension=whole.dimension,
         narrowed=narrowed,
@@ -170,6 +173,7 @@ def _vectors(encoder: Encoder, side: Side) -> tuple[float, float]:
     if "text" not in encoder.modalities:
         of_picture = encoder.num_vectors(one_picture(encoder))
         return (1.0 if of_picture is None else float(of_picture[0])), 0.0
+    # Straight through a short and a long text: the special tokens of a row, and what each further token adds.
     try:
         features = encoder.featurize([WORDS[0], " ".join(WORDS)], side)
     except CANNOT_RUN:
@@ -190,7 +194,7 @@ def _most_of_query(encoder: Encoder) -> int:
     return math.ceil(of_row + of_token * longest)
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     """Return an error with its type, on one line."""
     return f"{type(error).__name__}: {error}"
 
@@ -202,7 +206,7 @@ def _with_weights(keys: ModelKeys) -> Encoder:
     except CANNOT_RUN as error:
         raise ConfigError(
             f"{keys.model_name}: the plan needs the size of the encoder, and its class can't build one without "
-            f"training texts ({_told(error)}); let its load take none"
+            f"training texts ({_described(error)}); let its load take none"
         ) from error
 
 
@@ -219,10 +223,11 @@ def _refuse_broken_plugin(keys: ModelKeys, encoder: Encoder) -> None:
         sample_vectors(_with_weights(keys).eval())
     except CANNOT_RUN as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f"{each.filename}:{each.lineno}: " for each in frames if each.filename == sys.modules[module].__file__]
+        file = sys.modules[module].__file__
+        lines = [f"{frame.filename}:{frame.lineno}: " for frame in frames if frame.filename == file]
         raise ConfigError(
             f"plugins: {type(encoder).__name__} of {module} can't encode sample items: "
-            f"{own[-1] if own else ''}{_told(error)}"
+            f"{lines[-1] if lines else ''}{_described(error)}"
         ) from error
 
 
@@ -247,147 +252,118 @@ def model_size(encoder: Encoder, *, compute_dtype: torch.dtype) -> ModelSize:
     return replace(size, vectors=vectors, most_of_query=most_of_query, modalities=encoder.modalities)
 
 
-class _Tower:
-    """One tower of a model, and its runs.
+def _tower_costs(
+    bare: Encoder, whole: Encoder, tower: Tower, inputs: TowerInputs, target: ProfileTarget, trained: _Trained
+) -> tuple[CallCosts, CallCosts | None]:
+    """Return the costs of a call of a tower, and those with gradient checkpointing, None where there is none.
 
     Args:
         bare: The model on the meta device, from which shorter ones are cut.
         whole: The same with what trains decided.
     """
+    # Every tower that the call passes through is cut, so that no run takes longer for a deeper model.
+    passed = (tower.name, *inputs.through)
+    depths = {stack.name: (stack.period, len(_layers(whole, stack))) for stack in whole.towers()}
+    cut = {name: few for name, (few, depth) in depths.items() if name in passed and 0 < 2 * few < depth}
 
-    def __init__(
-        self,
-        bare: Encoder,
-        whole: Encoder,
-        tower: Tower,
-        inputs: TowerInputs,
-        target: ProfileTarget,
-        trained: _Trained,
-    ) -> None:
-        self._bare, self._whole, self._tower, self._inputs = bare, whole, tower, inputs
-        self._target, self._trained = target, trained
-
-    def _measured(self) -> tuple[CallCosts, CallCosts | None]:
-        """Return the costs of a call, and those with gradient checkpointing where there is one."""
-        passed = (self._tower.name, *self._inputs.through)
-        stacks = {tower.name: (tower.period, len(self._layers(tower))) for tower in self._whole.towers()}
-        cut = {name: few for name, (few, layers) in stacks.items() if name in passed and 0 < 2 * few < layers}
-        times = {name: self._trained.depth(stacks[name][1]) / few for name, few in cut.items()}
-        costs: list[CallCosts | None] = []
-        for checkpointed in (False, True):
-            first = self._run(cut, checkpointed=checkpointed)
-            deeper = {name: self._run(cut | {name: 2 * few}, checkpointed=checkpointed) for name, few in cut.items()}
-            costs.append(_deeper(first, deeper, times))
-        plain, recomputed = costs
-        assert plain is not None
-        return plain, recomputed
-
-    def _layers(self, tower: Tower) -> list[nn.Module]:
-        return [] if tower.layers is None else list(self._whole.get_submodule(tower.layers).children())
-
-    def _run(self, cut: dict[TowerName, int], *, checkpointed: bool) -> CallCosts | None:
-        """Run a call with the layers of some towers cut; None where it can't recompute."""
-
-        def build() -> Encoder:
-            encoder = self._encoder(cut)
-            if checkpointed:
-                encoder.enable_gradient_checkpointing()
-            return encoder
-
-        if checkpointed:
-            try:
-                build()
-            except ValueError:
-                return None
-        return measure_call(build, self._inputs, self._target)
-
-    def _encoder(self, cut: dict[TowerName, int]) -> Encoder:
-        encoder = self._bare.skeleton(cut)
-        self._trained.apply(encoder, cut=cut)
-        narrow_frozen(encoder, self._target.autocast_dtype)
+    def build(layers: Mapping[TowerName, int], *, checkpointed: bool) -> Encoder:
+        encoder = bare.skeleton(layers)
+        trained.apply(encoder, cut=layers)
+        narrow_frozen(encoder, target.autocast_dtype)
         if takes_adapters(encoder):  # a transformer: its table isn't what its steps are about
             for table in _tables(encoder):
                 table.requires_grad_(False)
-        return encoder.train()
+        encoder.train()
+        if checkpointed:
+            encoder.enable_gradient_checkpointing()
+        return encoder
 
-    def sized(self, through: Sequence[TowerSize]) -> TowerSize:
-        """Run the tower and return its size.
+    def costs(*, checkpointed: bool) -> CallCosts:
+        def run(layers: Mapping[TowerName, int]) -> CallCosts:
+            return measure_call(lambda: build(layers, checkpointed=checkpointed), inputs, target)
 
-        Args:
-            through: The other towers that its calls pass through.
-        """
-        plain, checkpointed = self._measured()
-        # Copies that mixed precision makes of weights that train are shared by the calls of a step; of frozen ones each
-        # call makes its own.
-        shares_casts = self._target.autocast_dtype is not None and self._trained.adapters is None
-        cast_bytes = int(plain.saved.per_call) if shares_casts else 0
-        plain = replace(plain, saved=replace(plain.saved, per_call=plain.saved.per_call - cast_bytes))
-        cast_bytes = max(0, cast_bytes - sum(each.cast_bytes for each in through))
-        checkpointed = checkpointed or plain
-        parameters = parameters_within(self._whole, self._tower.parts)
-        trainable = [each.numel() for each in parameters.values() if each.requires_grad]
-        total = sum(each.numel() for each in parameters.values())
-        blocks = [sum(each.numel() for each in layer.parameters()) for layer in self._layers(self._tower)]
-        return TowerSize(
-            name=self._tower.name,
-            items=self._items(),
-            through=tuple(each.name for each in through),
-            cuts=self._tower.name != "vision",
-            max_tokens=self._inputs.max_tokens,
-            num_parameters=total,
-            num_trainable=sum(trainable),
-            largest_block=max(blocks, default=total),
-            outside_blocks=total - sum(blocks) if blocks else 0,
-            largest_tensor=max(trainable, default=0),
-            saved=plain.saved,
-            transient=plain.transient,
-            saved_checkpointed=checkpointed.saved,
-            transient_checkpointed=checkpointed.transient,
-            cast_bytes=cast_bytes,
-            forward_flops=self._flops(total, through),
-        )
+        shallow = run(cut)
+        deep = {name: run(cut | {name: 2 * few}) for name, few in cut.items()}  # one tower deeper at a time
+        saved = {}
+        for unit in ("per_token", "per_pair", "per_call"):
+            first = getattr(shallow.saved, unit)
+            # The shallow run has one period of layers; `depth / few` periods keep something, of which one is counted.
+            saved[unit] = float(
+                first
+                + sum(
+                    (trained.depth(depths[name][1]) / few - 1) * (getattr(deep[name].saved, unit) - first)
+                    for name, few in cut.items()
+                )
+            )
+        # Beyond what is kept, a call takes what its hungriest layer takes: two layers show as much as all of them.
+        last = list(deep.values())[-1] if deep else shallow
+        return CallCosts(CallCost(**saved), last.transient)
 
-    def _items(self) -> Literal["all", "texts", "pictures"]:
-        """Return which items pass through the tower."""
-        if len(self._whole.towers()) == 1:
-            return "all"
-        return "texts" if self._tower.name == "text" else "pictures"
+    plain = costs(checkpointed=False)
+    try:
+        build(cut, checkpointed=True)
+    except ValueError:  # the encoder can't recompute
+        return plain, None
+    return plain, costs(checkpointed=True)
 
-    def _flops(self, num_parameters: int, through: Sequence[TowerSize]) -> CallCost:
-        """Return two operations for each weight and token, and those of attention: the field's usual count."""
-        patches = self._inputs.patches
-        tables = sum(each.numel() for each in _tables(self._whole))
-        layers, per_pair = self._layers(self._tower), 0.0
-        if layers:
-            hidden = next(each for each in layers[0].parameters() if each.ndim >= 2).shape[-1]
-            per_pair = 4.0 * hidden * len(layers)
-        touched = num_parameters - tables * (self._tower.name == "text")
-        own = 2.0 * max(self._whole.dimension, touched) * patches  # a bag of rows adds one row a token
-        costs = (CallCost(own, per_pair * patches**2), *(each.forward_flops for each in through))
-        return CallCost(sum(each.per_token for each in costs), sum(each.per_pair for each in costs))
+
+def _tower_size(
+    whole: Encoder,
+    tower: Tower,
+    inputs: TowerInputs,
+    through: Sequence[TowerSize],
+    plain: CallCosts,
+    checkpointed: CallCosts,
+    cast_bytes: int,
+) -> TowerSize:
+    """Return counted parameters, operations and costs of a tower.
+
+    Args:
+        through: The other towers that its calls pass through.
+        cast_bytes: Copies of weights that all calls of a step share, those of `through` included.
+    """
+    parameters = parameters_within(whole, tower.parts)
+    trainable = [parameter.numel() for parameter in parameters.values() if parameter.requires_grad]
+    total = sum(parameter.numel() for parameter in parameters.values())
+    layers = _layers(whole, tower)
+    blocks = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+
+    # Two operations for each weight and token, and those of attention for each pair of tokens: the field's usual count.
+    per_pair = 0.0
+    if layers:
+        hidden = next(parameter for parameter in layers[0].parameters() if parameter.ndim >= 2).shape[-1]
+        per_pair = 4.0 * hidden * len(layers)
+    # A token multiplies no more than its row of a table. A bag of rows has nothing else: one row a token.
+    tables = sum(table.numel() for table in _tables(whole)) if tower.name == "text" else 0
+    per_token = 2.0 * max(whole.dimension, total - tables) * inputs.patches
+    flops = [CallCost(per_token, per_pair * inputs.patches**2), *(other.forward_flops for other in through)]
+
+    items: Literal["all", "texts", "pictures"] = "texts" if tower.name == "text" else "pictures"
+    return TowerSize(
+        name=tower.name,
+        items="all" if len(whole.towers()) == 1 else items,
+        through=tuple(other.name for other in through),
+        cuts=tower.name != "vision",
+        max_tokens=inputs.max_tokens,
+        num_parameters=total,
+        num_trainable=sum(trainable),
+        largest_block=max(blocks, default=total),
+        outside_blocks=total - sum(blocks) if blocks else 0,
+        largest_tensor=max(trainable, default=0),
+        saved=plain.saved,
+        transient=plain.transient,
+        saved_checkpointed=checkpointed.saved,
+        transient_checkpointed=checkpointed.transient,
+        cast_bytes=max(0, cast_bytes - sum(other.cast_bytes for other in through)),
+        forward_flops=CallCost(sum(cost.per_token for cost in flops), sum(cost.per_pair for cost in flops)),
+    )
+
+
+def _layers(encoder: Encoder, tower: Tower) -> list[nn.Module]:
+    return [] if tower.layers is None else list(encoder.get_submodule(tower.layers).children())
 
 
 def _tables(encoder: Encoder) -> list[Tensor]:
     """Return the embeddings of vocabularies."""
     modules = (module for module in encoder.modules() if isinstance(module, nn.Embedding))
     return [module.weight for module in modules if module.num_embeddings >= TABLE_ROWS]
-
-
-def _deeper(
-    one: CallCosts | None, deeper: Mapping[TowerName, CallCosts | None], times: Mapping[TowerName, float]
-) -> CallCosts | None:
-    """Return the costs of so many times the layers of the first run, from one more for each tower with twice as many.
-
-    Those that can't be run are None, and so is what would be made of them.
-    """
-    runs = [(run, times[name] - 1) for name, run in deeper.items() if run is not None]
-    if one is None or len(runs) < len(deeper):
-        return None
-    base = one.saved
-
-    def of(attribute: Literal["per_token", "per_pair", "per_call"]) -> float:
-        first = getattr(base, attribute)
-        return float(first + sum(more * (getattr(run.saved, attribute) - first) for run, more in runs))
-
-    transient = runs[-1][0].transient if runs else one.transient
-    return CallCosts(CallCost(of("per_token"), of("per_pair"), of("per_call")), transient)

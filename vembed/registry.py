@@ -157,7 +157,7 @@ ENCODERS = Registry(
         "vision-late": "vembed.models.vision_late:VisionLateEncoder",
         "vision_language": "vembed.models.vision_language:VisionLanguageEncoder",
         "dual": "vembed.models.dual:DualEncoder",
-        "patches": "vembed.models.patches:PatchEncoder",
+        "patches": "vembed.models.vision:PatchEncoder",
         "vision": "vembed.models.vision:VisionEncoder",
         "colbert": "vembed.models.colbert:ColbertEncoder",
         "sentence_transformers": "vembed.models.st_library:SentenceTransformersEncoder",

@@ -99,8 +99,8 @@ MUTANTS = (
     ),
     Mutant(
         "patches: the head isn't read back",
-        "models/patches.py",
-        "layers = [load_dense(files, HEAD_FOLDER)] if found else []",
+        "models/vision.py",
+        "layers = [load_dense(files, HEAD_FOLDER)] if saved else []",
         "layers = []",
         "patches and reload",
     ),

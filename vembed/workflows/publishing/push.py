@@ -34,7 +34,7 @@ from vembed.models.export.write import ExportRequest, export_model
 from vembed.models.formats import MODULES_FILE
 from vembed.models.keys import ModelKeys
 from vembed.models.names import locate_model
-from vembed.models.patches import HEAD_FOLDER
+from vembed.models.vision import HEAD_FOLDER
 from vembed.redact import holds_token, redact
 from vembed.section import facts_of
 from vembed.workflows.publishing.card import card_files, spelled

@@ -39,7 +39,7 @@ from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
 from vembed.models.colbert import SEEN, ColbertEncoder
-from vembed.models.composed_towers import ComposedTowers
+from vembed.models.composed import ComposedTowers
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_skeleton
 from vembed.models.ngram_bag import NgramBag

@@ -150,7 +150,7 @@ ENCODERS = Registry(
         "ngram-bag": "vembed.models.ngram_bag:NgramBag",
         "tiny-clip": "vembed.models.tiny_clip:TinyClip",
         "tiny-transformer": "vembed.models.tiny_transformer:TinyTransformer",
-        "composed": "vembed.models.composed_towers:ComposedTowers",
+        "composed": "vembed.models.composed:ComposedTowers",
         "tiny-qwen3-vl": "vembed.models.tiny_vision_language:TinyVisionLanguage",
         "open_clip": "vembed.models.open_clip_encoder:OpenClipEncoder",
         "static": "vembed.models.static:StaticEncoder",

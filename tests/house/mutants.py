@@ -148,14 +148,14 @@ MUTANTS = (
     ),
     Mutant(
         "composed: no gradient behind the projections",
-        "models/composed_towers.py",
+        "models/composed.py",
         "self.projections[part](unit(x).to(dtype)",
         "self.projections[part](unit(x.detach()).to(dtype)",
         "composed and bert",
     ),
     Mutant(
         "composed: the image tower's projection is written for texts",
-        "models/composed_towers.py",
+        "models/composed.py",
         "        save_weights(self.projections, folder, PROJECTIONS_FILE)\n",
         "        self.projections[TEXT].load_state_dict(self.projections[IMAGE].state_dict())\n"
         "        save_weights(self.projections, folder, PROJECTIONS_FILE)\n",

@@ -28,7 +28,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.card.render import CARD_FILE
 from vembed.files import is_folder
-from vembed.models.composed_towers import IMAGE, PROJECTIONS_FILE, TEXT
+from vembed.models.composed import IMAGE, PROJECTIONS_FILE, TEXT
 from vembed.models.export.serve import SERVE_FILE
 from vembed.models.export.write import ExportRequest, export_model
 from vembed.models.formats import MODULES_FILE

@@ -152,7 +152,7 @@ ENCODERS = Registry(
         "tiny-transformer": "vembed.models.tiny_transformer:TinyTransformer",
         "composed": "vembed.models.composed:ComposedTowers",
         "tiny-qwen3-vl": "vembed.models.tiny_vision_language:TinyVisionLanguage",
-        "open_clip": "vembed.models.open_clip_encoder:OpenClipEncoder",
+        "open_clip": "vembed.models.open_clip:OpenClipEncoder",
         "static": "vembed.models.static:StaticEncoder",
         "vision-late": "vembed.models.vision_late:VisionLateEncoder",
         "vision_language": "vembed.models.vision_language:VisionLanguageEncoder",

@@ -141,7 +141,7 @@ MUTANTS = (
     ),
     Mutant(
         "open_clip: a text's end is cut off",
-        "models/open_clip_encoder.py",
+        "models/open_clip.py",
         "self.causal_texts.cut(ids_NT))",
         "[row[: max(1, len(row) - 1)] for row in self.causal_texts.cut(ids_NT)])",
         "open_clip and clip",

@@ -18,7 +18,7 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
-from vembed.models.open_clip_encoder import OpenClipEncoder
+from vembed.models.open_clip import OpenClipEncoder
 
 CPU = torch.device("cpu")
 TOKENIZER = open_clip.SimpleTokenizer()

@@ -40,13 +40,13 @@ from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
 from vembed.models.colbert import SEEN, ColbertEncoder
 from vembed.models.composed import ComposedTowers
+from vembed.models.from_scratch import GRAMS_PER_TOKEN, TinyClip
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_skeleton
 from vembed.models.ngram_bag import NgramBag
 from vembed.models.plannable import ROWS, one_picture
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
 from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_late import VisionLateEncoder
 from vembed.plan.devices import Devices, Machine, cpu_memory_bytes

@@ -148,10 +148,10 @@ ENCODERS = Registry(
     "encoder",
     {
         "ngram-bag": "vembed.models.ngram_bag:NgramBag",
-        "tiny-clip": "vembed.models.tiny_clip:TinyClip",
-        "tiny-transformer": "vembed.models.tiny_transformer:TinyTransformer",
+        "tiny-clip": "vembed.models.from_scratch:TinyClip",
+        "tiny-transformer": "vembed.models.from_scratch:TinyTransformer",
         "composed": "vembed.models.composed:ComposedTowers",
-        "tiny-qwen3-vl": "vembed.models.tiny_vision_language:TinyVisionLanguage",
+        "tiny-qwen3-vl": "vembed.models.from_scratch:TinyVisionLanguage",
         "open_clip": "vembed.models.open_clip:OpenClipEncoder",
         "static": "vembed.models.static:StaticEncoder",
         "vision-late": "vembed.models.vision_late:VisionLateEncoder",

@@ -23,9 +23,9 @@ from vembed.evaluation.provenance import model_key
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint
+from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.tiny_clip import TinyClip
 from vembed.plan.problem import Way
 from vembed.training import model as run_model
 from vembed.training.model import build_alike, start_alike

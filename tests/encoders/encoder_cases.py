@@ -30,10 +30,10 @@ from vision_language_cases import VISION_LANGUAGE_BUILDERS as QWEN_BUILDERS
 from vision_language_cases import write_vision_language
 
 from vembed.batch import Composed
+from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

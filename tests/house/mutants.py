@@ -234,7 +234,7 @@ MUTANTS = (
     ),
     Mutant(
         "tiny-clip: the picture tower trains on detached pixels of half the rows",
-        "models/tiny_clip.py",
+        "models/from_scratch.py",
         "return unit(self.vision(x))",
         "z = self.vision(x)\n        return unit(torch.cat([z[:1].detach(), z[1:]]))",
         "tiny-clip",

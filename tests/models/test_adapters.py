@@ -14,10 +14,10 @@ from vembed.errors import ConfigError, MachineError
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.quantized import four_bit_config
 from vembed.models.adapters.trainable import freeze
+from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,8 +20,8 @@ CORPUS = [f"{text} {number} lorem{number % 7} ipsum{number % 5}" for number in r
 
 BUILD_SCRIPT = """
 import hashlib, sys
-from vembed.models.tiny_transformer import _train_tokenizer
-tokenizer = _train_tokenizer(sys.stdin.read().splitlines())
+from vembed.models.from_scratch import bert_tokenizer
+tokenizer = bert_tokenizer(sys.stdin.read().splitlines())
 print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 """
 

@@ -20,9 +20,9 @@ from vembed.evaluation.provenance import model_key
 from vembed.models.adapters.trained import save_trained
 from vembed.models.export.write import ExportRequest, export_model
 from vembed.models.files import PICTURES_FILE
+from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import ModelKeys
 from vembed.models.pictures import normalised
-from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -32,9 +32,9 @@ from vembed.models.formats import (
     read_prompts,
     write_modules,
 )
+from vembed.models.from_scratch import train_bpe
 from vembed.models.names import is_builtin
 from vembed.models.plannable import ROWS, Tower, TowerInputs
-from vembed.models.tiny_transformer import train_bpe
 from vembed.text import first_line
 
 if TYPE_CHECKING:

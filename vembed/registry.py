@@ -166,6 +166,21 @@ ENCODERS = Registry(
 )
 """Classes of `Encoder`, in the order in which they are asked for a model."""
 
+FAMILIES = Registry(
+    "vision-language family",
+    {
+        "qwen2_vl": "vembed.models.vision_language_families:Qwen2VL",
+        "qwen2_5_vl": "vembed.models.vision_language_families:Qwen25VL",
+        "qwen3_vl": "vembed.models.vision_language_families:Qwen3VL",
+        "idefics3": "vembed.models.vision_language_families:Idefics3",
+        "smolvlm": "vembed.models.vision_language_families:SmolVLM",
+        "llava_onevision": "vembed.models.vision_language_families:LlavaOneVision",
+        "gemma3": "vembed.models.vision_language_families:Gemma3",
+        "paligemma": "vembed.models.vision_language_families:PaliGemma",
+    },
+)
+"""model_type of config.json -> a `VisionLanguageFamily` (vembed/models/vision_language_families.py)."""
+
 BUILTIN_MODELS = ("ngram-bag", "tiny-clip", "tiny-transformer", "tiny-qwen3-vl", "static")
 """Those of ENCODERS that `builtin:NAME` means, beside plugins."""
 

@@ -401,9 +401,8 @@ class TinyVisionLanguage(FromScratch):
             Qwen3VLVideoProcessor,
         )
 
-        from vembed.models.vision_language import VisionLanguageEncoder
-        from vembed.models.vision_language_families import FAMILIES
-        from vembed.models.vision_language_spec import VisionLanguageSpec
+        from vembed.models.vision_language import VisionLanguageEncoder, VisionLanguageSpec
+        from vembed.models.vision_language_families import Qwen3VL
 
         tokenizer: Any = PreTrainedTokenizerFast(
             tokenizer_object=train_bpe(texts if files.has_weights else (), QWEN_VOCABULARY, QWEN_TOKENS),
@@ -455,7 +454,7 @@ class TinyVisionLanguage(FromScratch):
         if not files.has_weights:
             prepare_backbone(backbone)  # or transformers warns of what no encoder does
 
-        family = FAMILIES["qwen3_vl"]
+        family = Qwen3VL()
         family.limit_images(processor, IMAGE_TOKENS, None)
         instructions: dict[Side, str] = {"query": family.instruction, "document": family.instruction}
         spec = VisionLanguageSpec(instructions, QWEN_LENGTH, IMAGE_TOKENS, family.pooling)

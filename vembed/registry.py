@@ -251,6 +251,13 @@ def _registered(name: str) -> list[tuple[Registry, str]]:
     ]
 
 
+def plugin_of(encoder: object) -> str:
+    """Return the module of a plugin that an encoder's class, or its vision-language family, is of; "" for ours."""
+    modules = {*ENCODERS.plugins().values(), *FAMILIES.plugins().values()}
+    parts = (encoder, getattr(encoder, "family", None))
+    return next((type(part).__module__ for part in parts if type(part).__module__ in modules), "")
+
+
 def import_extra(module: str, extra: str, what: str) -> Any:
     """Import a module of an extra.
 

@@ -225,6 +225,11 @@ def rows_of(values: NDArray[Any], rows: NDArray[np.int64]) -> Tensor:
     return torch.from_numpy(values[rows])
 
 
+def side_of(size: Any) -> int:
+    """Return the side of a square, in pixels, that a config states as a number or as a pair."""
+    return int(size[0] if isinstance(size, (list, tuple)) else size)
+
+
 def blank_picture() -> PIL.Image.Image:
     """Return a picture to ask a processor with how large what it makes is."""
     return PIL.Image.new("RGB", (64, 64))

@@ -53,6 +53,7 @@ from vembed.models.pictures import (
     refuse_other_size,
     rows_of,
     run_processor,
+    side_of,
 )
 from vembed.models.plannable import find_tower, layer_values, picture_inputs
 from vembed.models.pooling import unit
@@ -187,8 +188,7 @@ class VisionEncoder(TransformersPictures):
             patches = getattr(timm_model, "patch_embed", None)
         else:  # stages of convolutions widen: the last one counts
             self.dimension = int(config.hidden_sizes[-1] if hasattr(config, "hidden_sizes") else config.hidden_size)
-        size = getattr(patches, "patch_size", ASSUMED_PATCH_SIZE)
-        self._patch_size = int(size[0] if isinstance(size, (list, tuple)) else size)
+        self._patch_size = side_of(getattr(patches, "patch_size", ASSUMED_PATCH_SIZE))
 
         # A blank picture shows what the processor makes of any: all pictures of a model come out in one size.
         self.normalisation = last_step(image_processor, name)

@@ -37,7 +37,7 @@ from vembed.models import attention
 from vembed.models.encoder import About, Encoder
 from vembed.models.files import PICTURE_SIDE, tokenizer_facts
 from vembed.models.formats import model_type_of
-from vembed.models.pictures import Normalisation, last_step, normalised, process_pictures
+from vembed.models.pictures import Normalisation, last_step, normalised, process_pictures, side_of
 from vembed.models.plannable import ROWS, TowerInputs, find_tower, is_within, layer_period, text_inputs, token_inputs
 from vembed.models.pooling import pool
 from vembed.models.text import token_rows
@@ -143,7 +143,7 @@ def _stand_in(config: PreTrainedConfig) -> Any:
     network: Any = getattr(config, "vlm_config", config)
     vision, tokenizer = network.vision_config, tokenizer_facts(MOST_TOKENS)
     tokenizer.all_special_ids, tokenizer.convert_ids_to_tokens = (), str
-    side = getattr(vision, "image_size", PICTURE_SIDE)  # Qwen's have none: they take any
+    side = side_of(getattr(vision, "image_size", PICTURE_SIDE))  # Qwen's have none: they take any
     tokens = square_tokens(network) if hasattr(vision, "image_size") else 0
     images = SimpleNamespace(
         patch_size=vision.patch_size,
@@ -465,7 +465,7 @@ class VisionLanguageEncoder(Encoder):
         width = int(features.lengths[0])
         config: Any = self.backbone.config.vision_config
         arrays, tokens = self.family.blank(self.backbone, self.spec.image_tokens)
-        values_per_patch = 3 * int(getattr(config, "temporal_patch_size", 1)) * int(config.patch_size) ** 2
+        values_per_patch = 3 * int(getattr(config, "temporal_patch_size", 1)) * side_of(config.patch_size) ** 2
         patches = max(1, round(arrays["pixel_values"].size / values_per_patch / tokens))
 
         def make() -> dict[str, Tensor]:

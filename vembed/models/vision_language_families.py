@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from vembed.errors import ConfigError
 from vembed.models import attention
-from vembed.models.pictures import run_processor
+from vembed.models.pictures import run_processor, side_of
 from vembed.registry import FAMILIES
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class VisionLanguageFamily(ABC):
 
     def blank(self, network: Any, most_tokens: int) -> tuple[dict[str, NDArray[Any]], int]:  # noqa: ARG002
         """Return the arrays of a square picture and its tokens, for the plan, which has no processor to ask."""
-        side = network.config.vision_config.image_size
+        side = side_of(network.config.vision_config.image_size)
         return {"pixel_values": np.zeros((1, 3, side, side), dtype=np.uint8)}, square_tokens(network.config)
 
 
@@ -173,7 +173,7 @@ def end_to_end(arrays: Mapping[str, Ragged]) -> dict[str, Tensor]:
 
 def square_tokens(config: Any) -> int:
     """Return the tokens of a square by the config of its network."""
-    patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+    patches = (side_of(config.vision_config.image_size) // side_of(config.vision_config.patch_size)) ** 2
     return int(getattr(config, "mm_tokens_per_image", patches // getattr(config, "scale_factor", 1) ** 2))
 
 

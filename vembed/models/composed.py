@@ -269,7 +269,7 @@ class ComposedTowers(TwoTowers):
 
     @property
     def image_limits(self) -> ImageLimits:
-        """What a picture may be: of the image tower, which decodes them."""
+        """Limits of the image tower, which decodes pictures."""
         return self.image.image_limits
 
     @image_limits.setter
@@ -278,7 +278,7 @@ class ComposedTowers(TwoTowers):
 
     @property
     def image_background(self) -> Background:
-        """What stands behind transparent parts of pictures: of the image tower."""
+        """Background of transparent parts of pictures, of the image tower."""
         return self.image.image_background
 
     @image_background.setter

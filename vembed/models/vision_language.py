@@ -82,7 +82,7 @@ EMPTY = "NULL"
 
 @dataclass(frozen=True, slots=True)
 class VisionLanguageSpec:
-    """How items are read; each value from the user, else from the model's folder, else from its family."""
+    """The decisions on how items are read, each by the user, else by the model's folder, else by its family."""
 
     instructions: Mapping[Side, str]  # system message of each side's items; empty for none
     max_length: int  # tokens of a row, those of pictures included

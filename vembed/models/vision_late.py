@@ -55,11 +55,14 @@ FILLING_TOKENS = 10
 
 def _retrieval_words(processor: Any, instruction: str, num_pictures: int, text: str) -> str:
     """Return an item as the processors of ColPali and ColQwen2 word it."""
-    bos = processor.tokenizer.bos_token if hasattr(processor, "image_seq_length") else ""
+    bos = processor.tokenizer.bos_token if hasattr(processor, "image_seq_length") else ""  # ColPali's has a length
     if num_pictures:
-        own = processor.visual_prompt_prefix
-        words = str(own.replace("Describe the image.", instruction) if instruction else own)
+        # Both processors put a fixed request beside a picture; an instruction takes its place. ColQwen2's words hold
+        # the placeholder, ColPali's stand behind it.
+        prompt = processor.visual_prompt_prefix
+        words = str(prompt.replace("Describe the image.", instruction) if instruction else prompt)
         return words if processor.image_token in words else f"{processor.image_token}{bos}{words}\n"
+    # A text ends in tokens that the model was trained to fill with words that the text leaves out.
     prefix = f"{instruction} " if instruction else processor.query_prefix
     return f"{bos}{prefix}{text}{processor.query_augmentation_token * FILLING_TOKENS}\n"
 
@@ -130,8 +133,8 @@ class VisionLateEncoder(VisionLanguageEncoder):
     @override
     def recognises(cls, files: ModelFiles) -> bool:
         kind = model_type_of(files)
-        own = files.keys.pooling_method == "none" or OWN in files.read_json(SETTINGS_FILE)
-        return kind in RETRIEVAL_FAMILIES or (kind in FAMILIES and own)
+        is_wanted = files.keys.pooling_method == "none" or OWN in files.read_json(SETTINGS_FILE)
+        return kind in RETRIEVAL_FAMILIES or (kind in FAMILIES and is_wanted)
 
     @classmethod
     @override
@@ -179,14 +182,15 @@ class VisionLateEncoder(VisionLanguageEncoder):
 
     @override
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
-        own = {name: column for name, column in features.columns.items() if name not in self.head.inputs}
-        inputs = super().collate(replace(features, columns=own), rows, width)
+        # The head's column says which tokens give vectors; the encoder's `collate` would take it for one of pictures.
+        columns = {name: column for name, column in features.columns.items() if name not in self.head.inputs}
+        inputs = super().collate(replace(features, columns=columns), rows, width)
         return inputs | self.head.collate(features, rows, width)
 
     @override
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        own = {name: tensor for name, tensor in inputs.items() if name not in self.head.inputs}
-        hidden_RTH, _ = self.hidden_states(own)
+        of_network = {name: tensor for name, tensor in inputs.items() if name not in self.head.inputs}
+        hidden_RTH, _ = self.hidden_states(of_network)
         vectors_VE: Tensor = self.head(hidden_RTH, inputs)
         return vectors_VE
 

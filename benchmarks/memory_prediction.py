@@ -37,14 +37,14 @@ from vembed.gradcache.engine import Pool
 from vembed.losses.base import BatchStructure
 from vembed.models.adapters import add_adapters, freeze, narrow_frozen
 from vembed.models.colbert import SEEN, ColbertEncoder
-from vembed.models.composed_towers import ComposedTowers
+from vembed.models.composed import ComposedTowers
+from vembed.models.from_scratch import GRAMS_PER_TOKEN, TinyClip
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_skeleton
 from vembed.models.measure import ProfileTarget
 from vembed.models.plannable import ROWS, one_picture
 from vembed.models.profile import profile_model
 from vembed.models.tables import NgramBag
-from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
 from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_late import VisionLateEncoder
 from vembed.plan.devices import Devices, Machine, cpu_memory_bytes

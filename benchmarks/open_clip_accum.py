@@ -45,7 +45,7 @@ from vembed.batch import Features, Ragged
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.losses.infonce import InfoNCE
-from vembed.models.open_clip_encoder import OpenClipEncoder
+from vembed.models.open_clip import OpenClipEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from vembed.batch import Image
-from vembed.models.tiny_clip import TinyClip, TinyClipConfig
+from vembed.models.from_scratch import TinyClip, TinyClipConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.metrics import register_metric
     from vembed.losses.registry import register_loss
     from vembed.models.load import register_encoder
+    from vembed.models.vision_language_families import register_family
     from vembed.training.callbacks import EndEvent, EvaluationEvent, LearningRate, SaveEvent, StepEvent, Stop
     from vembed.training.trackers import register_tracker
     from vembed.workflows.comparison.compare import RunComparison
@@ -62,6 +63,7 @@ __all__ = [
     "register_command",
     "register_dataset",
     "register_encoder",
+    "register_family",
     "register_loss",
     "register_metric",
     "register_tracker",
@@ -85,6 +87,7 @@ _MODULES = {
     "vembed.evaluation.metrics": ("register_metric",),
     "vembed.losses.registry": ("register_loss",),
     "vembed.models.load": ("register_encoder",),
+    "vembed.models.vision_language_families": ("register_family",),
     "vembed.training.callbacks": (*("EndEvent", "EvaluationEvent", "LearningRate", "SaveEvent", "StepEvent", "Stop"),),
     "vembed.training.trackers": ("register_tracker",),
 }

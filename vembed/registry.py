@@ -148,16 +148,16 @@ ENCODERS = Registry(
     "encoder",
     {
         "ngram-bag": "vembed.models.tables:NgramBag",
-        "tiny-clip": "vembed.models.tiny_clip:TinyClip",
-        "tiny-transformer": "vembed.models.tiny_transformer:TinyTransformer",
-        "composed": "vembed.models.composed_towers:ComposedTowers",
-        "tiny-qwen3-vl": "vembed.models.tiny_vision_language:TinyVisionLanguage",
-        "open_clip": "vembed.models.open_clip_encoder:OpenClipEncoder",
+        "tiny-clip": "vembed.models.from_scratch:TinyClip",
+        "tiny-transformer": "vembed.models.from_scratch:TinyTransformer",
+        "composed": "vembed.models.composed:ComposedTowers",
+        "tiny-qwen3-vl": "vembed.models.from_scratch:TinyVisionLanguage",
+        "open_clip": "vembed.models.open_clip:OpenClipEncoder",
         "static": "vembed.models.tables:StaticEncoder",
         "vision-late": "vembed.models.vision_late:VisionLateEncoder",
         "vision_language": "vembed.models.vision_language:VisionLanguageEncoder",
         "dual": "vembed.models.dual:DualEncoder",
-        "patches": "vembed.models.patches:PatchEncoder",
+        "patches": "vembed.models.vision:PatchEncoder",
         "vision": "vembed.models.vision:VisionEncoder",
         "colbert": "vembed.models.colbert:ColbertEncoder",
         "sentence_transformers": "vembed.models.st_library:SentenceTransformersEncoder",
@@ -165,6 +165,21 @@ ENCODERS = Registry(
     },
 )
 """Classes of `Encoder`, in the order in which they are asked for a model."""
+
+FAMILIES = Registry(
+    "vision-language family",
+    {
+        "qwen2_vl": "vembed.models.vision_language_families:Qwen2VL",
+        "qwen2_5_vl": "vembed.models.vision_language_families:Qwen25VL",
+        "qwen3_vl": "vembed.models.vision_language_families:Qwen3VL",
+        "idefics3": "vembed.models.vision_language_families:Idefics3",
+        "smolvlm": "vembed.models.vision_language_families:SmolVLM",
+        "llava_onevision": "vembed.models.vision_language_families:LlavaOneVision",
+        "gemma3": "vembed.models.vision_language_families:Gemma3",
+        "paligemma": "vembed.models.vision_language_families:PaliGemma",
+    },
+)
+"""model_type of config.json -> a `VisionLanguageFamily` (vembed/models/vision_language_families.py)."""
 
 BUILTIN_MODELS = ("ngram-bag", "tiny-clip", "tiny-transformer", "tiny-qwen3-vl", "static")
 """Those of ENCODERS that `builtin:NAME` means, beside plugins."""
@@ -234,6 +249,13 @@ def _registered(name: str) -> list[tuple[Registry, str]]:
         for entry, module in table.plugins().items()
         if module == name or module.startswith(f"{name}.")
     ]
+
+
+def plugin_of(encoder: object) -> str:
+    """Return the module of a plugin that an encoder's class, or its vision-language family, is of; "" for ours."""
+    modules = {*ENCODERS.plugins().values(), *FAMILIES.plugins().values()}
+    parts = (encoder, getattr(encoder, "family", None))
+    return next((type(part).__module__ for part in parts if type(part).__module__ in modules), "")
 
 
 def import_extra(module: str, extra: str, what: str) -> Any:

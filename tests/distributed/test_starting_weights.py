@@ -21,9 +21,9 @@ from vembed.distributed.shards import full_tensors
 from vembed.distributed.starting_weights import Outline
 from vembed.evaluation.provenance import model_key
 from vembed.models.adapters import add_adapters, base_fingerprint, freeze
+from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.tiny_clip import TinyClip
 from vembed.plan.problem import Way
 from vembed.training import model as run_model
 from vembed.training.model import build_alike, start_alike

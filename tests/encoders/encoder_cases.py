@@ -27,10 +27,10 @@ from vision_language_cases import FAMILY_BUILDERS as VISION_LANGUAGE_BUILDERS
 from vision_language_cases import VISION_LANGUAGE_BUILDERS as QWEN_BUILDERS
 from vision_language_cases import write_vision_language
 
+from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.tables import NgramBag, NgramBagConfig
-from vembed.models.tiny_clip import TinyClip
 from vembed.testing.encoders import TEXTS, EncoderCase
 
 if TYPE_CHECKING:

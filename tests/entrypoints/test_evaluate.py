@@ -14,8 +14,8 @@ import pytrec_eval
 from vembed.entrypoints.evaluate import main
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import folder_names
+from vembed.models.from_scratch import TinyClip, TinyClipConfig
 from vembed.models.tables import NgramBag, NgramBagConfig
-from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 from vembed.registry import COMMANDS
 
 MEASURE = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "

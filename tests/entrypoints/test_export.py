@@ -267,7 +267,7 @@ def picture_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[st
         from picture_cases import write_picture_model
         from test_picture_encoders import write_open_clip
 
-        from vembed.models.tiny_clip import TinyClip, TinyClipConfig
+        from vembed.models.from_scratch import TinyClip, TinyClipConfig
 
         root = tmp_path_factory.mktemp("pictures")
         made = {kind: write_picture_model(root / kind, kind) for kind in ("clip", "siglip", "siglip2", "vit", "dinov2")}

@@ -13,7 +13,7 @@ from vision_language_cases import write_vision_language
 
 import vembed
 from vembed.batch import Composed, Image
-from vembed.models.tiny_clip import TinyClip
+from vembed.models.from_scratch import TinyClip
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,8 @@ import torch
 from test_report_samples import Page
 
 from vembed.entrypoints.evaluate import main
+from vembed.models.from_scratch import TinyClip
 from vembed.models.tables import NgramBag, NgramBagConfig
-from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,7 @@ from vembed.errors import DataError, PreemptedError
 from vembed.evaluation import encode as room
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
-from vembed.models.tiny_clip import TinyClip, TinyClipConfig
+from vembed.models.from_scratch import TinyClip, TinyClipConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

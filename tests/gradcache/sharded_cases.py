@@ -19,7 +19,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunks import ChunkBudget, Pool, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure
-from vembed.models.open_clip_encoder import CausalTexts
+from vembed.models.open_clip import CausalTexts
 from vembed.plan.problem import Way
 
 SIDE = 8

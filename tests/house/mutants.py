@@ -99,8 +99,8 @@ MUTANTS = (
     ),
     Mutant(
         "patches: the head isn't read back",
-        "models/patches.py",
-        "layers = [load_dense(files, HEAD_FOLDER)] if found else []",
+        "models/vision.py",
+        "layers = [load_dense(files, HEAD_FOLDER)] if saved else []",
         "layers = []",
         "patches and reload",
     ),
@@ -141,21 +141,21 @@ MUTANTS = (
     ),
     Mutant(
         "open_clip: a text's end is cut off",
-        "models/open_clip_encoder.py",
+        "models/open_clip.py",
         "self.causal_texts.cut(ids_NT))",
         "[row[: max(1, len(row) - 1)] for row in self.causal_texts.cut(ids_NT)])",
         "open_clip and clip",
     ),
     Mutant(
         "composed: no gradient behind the projections",
-        "models/composed_towers.py",
+        "models/composed.py",
         "self.projections[part](unit(x).to(dtype)",
         "self.projections[part](unit(x.detach()).to(dtype)",
         "composed and bert",
     ),
     Mutant(
         "composed: the image tower's projection is written for texts",
-        "models/composed_towers.py",
+        "models/composed.py",
         "        save_weights(self.projections, folder, PROJECTIONS_FILE)\n",
         "        self.projections[TEXT].load_state_dict(self.projections[IMAGE].state_dict())\n"
         "        save_weights(self.projections, folder, PROJECTIONS_FILE)\n",
@@ -233,7 +233,7 @@ MUTANTS = (
     ),
     Mutant(
         "tiny-clip: the picture tower trains on detached pixels of half the rows",
-        "models/tiny_clip.py",
+        "models/from_scratch.py",
         "return unit(self.vision(x))",
         "z = self.vision(x)\n        return unit(torch.cat([z[:1].detach(), z[1:]]))",
         "tiny-clip",

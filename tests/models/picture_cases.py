@@ -46,7 +46,7 @@ from transformers import (
 
 from vembed.batch import Features, Image
 from vembed.gradcache.engine import Pool
-from vembed.models.tiny_clip import TinyClipConfig
+from vembed.models.from_scratch import TinyClipConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,11 +12,11 @@ from picture_cases import DUAL_BUILDERS, TINY, VISION_BUILDERS, write_open_clip,
 
 from vembed.errors import ConfigError, MachineError
 from vembed.models.adapters import add_adapters, freeze
+from vembed.models.from_scratch import TinyClip
 from vembed.models.hub import four_bit_config
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.tables import NgramBag, NgramBagConfig
-from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:
     from pathlib import Path

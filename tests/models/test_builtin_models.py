@@ -20,10 +20,8 @@ CORPUS = [f"{text} {number} lorem{number % 7} ipsum{number % 5}" for number in r
 
 BUILD_SCRIPT = """
 import hashlib, sys
-from vembed.models.keys import ModelKeys
-from vembed.models.load import load_encoder
-texts = sys.stdin.read().splitlines()
-tokenizer = load_encoder(ModelKeys(model_name="builtin:tiny-transformer"), texts).tokenizer
+from vembed.models.from_scratch import bert_tokenizer
+tokenizer = bert_tokenizer(sys.stdin.read().splitlines())
 print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 """
 

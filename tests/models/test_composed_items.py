@@ -18,9 +18,9 @@ from vembed.errors import DataError
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.composed import join_features
+from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:
     from pathlib import Path

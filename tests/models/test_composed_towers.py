@@ -21,7 +21,7 @@ from vembed.batch import Composed
 from vembed.distributed.fsdp import transformer_blocks
 from vembed.errors import ConfigError
 from vembed.models.adapters import add_adapters, save_trained
-from vembed.models.composed_towers import ComposedTowers
+from vembed.models.composed import ComposedTowers
 from vembed.models.exportable import sample_vectors, writable_forms
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import encoder_classes, load_encoder

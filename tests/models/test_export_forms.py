@@ -23,11 +23,11 @@ from vembed.models.encoder import NO_PROMPTS
 from vembed.models.export import TOLERANCE, Exported, ExportRequest, export_model, stored_dtype
 from vembed.models.exportable import largest_difference, sample_vectors, writable_forms
 from vembed.models.formats import Dense
+from vembed.models.from_scratch import TinyClip, TinyClipConfig
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.text import TextEncoder
-from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

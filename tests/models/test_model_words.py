@@ -14,8 +14,8 @@ from vembed.batch import Composed
 from vembed.errors import ConfigError
 from vembed.models.load import encoder_classes
 from vembed.models.vision_language import VisionLanguageEncoder
-from vembed.models.vision_language_families import FAMILIES, UNTRAINED
-from vembed.registry import BUILTIN_MODELS, ENCODERS
+from vembed.models.vision_language_families import UNTRAINED
+from vembed.registry import BUILTIN_MODELS, ENCODERS, FAMILIES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,5 +39,5 @@ def test_a_composed_item_holds_a_tuple_of_pictures() -> None:
 def test_names_of_classes_are_no_builtin_models() -> None:
     known = {each.builtin for each in encoder_classes() if each.builtin}
     assert set(BUILTIN_MODELS) == known - ENCODERS.plugins().keys()
-    assert set().union(*VisionLanguageEncoder.modes.values()) <= FAMILIES.keys() | UNTRAINED
+    assert set().union(*VisionLanguageEncoder.modes.values()) <= set(FAMILIES.names()) | UNTRAINED
     assert "colbert" not in BUILTIN_MODELS

@@ -18,7 +18,7 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
-from vembed.models.open_clip_encoder import OpenClipEncoder
+from vembed.models.open_clip import OpenClipEncoder
 
 CPU = torch.device("cpu")
 TOKENIZER = open_clip.SimpleTokenizer()
@@ -75,6 +75,19 @@ def encoder_of(name: str, model: Any, config: dict[str, Any]) -> OpenClipEncoder
 
     parts: dict[str, Any] = {"tokenizer": TOKENIZER, "preprocess": preprocess, "config": config}
     return OpenClipEncoder(name, model=model, weights="", **parts).eval()
+
+
+def test_cut_texts_are_counted_where_the_end_of_a_text_looks_like_padding() -> None:
+    """SigLIP's tokenizers pad with the token that ends a text: 1 here, behind a token for each letter."""
+
+    def tokenizer(texts: list[str], context_length: int) -> torch.Tensor:
+        rows = [[*map(ord, text[: context_length - 1]), 1] for text in texts]
+        return torch.tensor([row + [1] * (context_length - len(row)) for row in rows])
+
+    encoder = build("CLIP, not causal")
+    encoder.tokenizer = tokenizer
+    lengths = (1, CONTEXT - 2, CONTEXT - 1, CONTEXT, CONTEXT + 1, 3 * CONTEXT)  # with its end one more
+    assert [encoder.featurize_texts(["a" * length], "query").num_truncated for length in lengths] == [0, 0, 0, 1, 1, 1]
 
 
 @torch.no_grad()

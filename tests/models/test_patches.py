@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 DIMENSION = 8
 PATCHES = (SIDE // PATCH) ** 2
-TOKENS = {"vit": 1 + PATCHES, "mae": 1 + PATCHES, "dinov2": 1 + PATCHES, "dinov3": 3 + PATCHES}
-"""Family -> the tokens of a picture: the first one, registers and patches."""
+TOKENS = {
+    **dict.fromkeys(("vit", "mae", "dinov2", "clip vision"), 1 + PATCHES),
+    "dinov3": 3 + PATCHES,
+    "siglip vision": PATCHES,
+}
+"""Family -> the tokens of a picture: the first one, where it has one, registers and patches."""
 
 
 @pytest.fixture(scope="module")

@@ -27,10 +27,10 @@ from transformers import AutoImageProcessor, AutoModel
 
 from vembed.batch import ImageLimits
 from vembed.errors import ConfigError, DataError, MachineError
+from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder, load_skeleton
 from vembed.models.profile import model_size
-from vembed.models.tiny_clip import TinyClip
 from vembed.models.vision import VisionEncoder
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from picture_cases import PICTURES, opened, picture, vectors
 
 from vembed.errors import ConfigError
 from vembed.gradcache.chunks import ChunkBudget, plan_chunks
-from vembed.models import tiny_clip
+from vembed.models import from_scratch
+from vembed.models.from_scratch import TinyClip, TinyClipConfig
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.profile import model_size
-from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,7 +115,7 @@ def test_pictures_that_come_back_are_not_decoded_again(monkeypatch: pytest.Monke
 
 
 def test_the_kept_pictures_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny_clip, "CACHED_PICTURES", 3)
+    monkeypatch.setattr(from_scratch, "CACHED_PICTURES", 3)
     encoder = build()
     expected = encoder.featurize(PICTURES, "query").per_row["pixels"]
     assert len(encoder._pixels) == 3
@@ -165,7 +165,7 @@ def test_a_config_with_other_sides_builds_and_reloads(tmp_path: Any) -> None:
 def test_a_folder_of_another_architecture_is_refused(tmp_path: Path) -> None:
     TinyClip(TinyClipConfig(dimension=16, buckets=64)).save(tmp_path)
     load_encoder(ModelKeys(model_name=str(tmp_path)))
-    file = tmp_path / tiny_clip.CONFIG_FILE
+    file = tmp_path / from_scratch.TINY_CLIP_FILE
     content = json.loads(file.read_text())
     del content["architecture"]
     file.write_text(json.dumps(content))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,6 +143,23 @@ def test_pictures_that_no_row_has_room_for_are_refused(folders: dict[str, Path])
 def test_a_text_that_names_a_placeholder_is_a_text(folders: dict[str, Path]) -> None:
     items = (Composed((SMALL,), "what is <|image_pad|>?"), "<|image_pad|><|video_pad|>")
     assert vectors(load(folders["qwen3_vl"]), items).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ({"bos_token": ""}, "names a special token that its vocabulary lacks"),  # transformers gives it the id None
+        ({"pad_token": "<lost>"}, r"pads with token 266, and its weights have 266 tokens"),
+    ],
+)
+def test_a_tokenizer_of_tokens_that_it_lacks_is_refused(
+    folders: dict[str, Path], tmp_path: Path, broken: dict[str, str], told: str
+) -> None:
+    folder = shutil.copytree(folders["qwen3_vl"], tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | broken), "utf-8")
+    with pytest.raises(ConfigError, match=rf"its tokenizer {told}: tokenizer_config\.json is damaged"):
+        load(folder)
 
 
 def mixed_batch() -> ContrastiveBatch:

@@ -17,10 +17,15 @@ from transformers import (
     Gemma3ImageProcessor,
     Gemma3Model,
     Gemma3Processor,
+    GotOcr2ImageProcessor,
     Idefics3Config,
     Idefics3ImageProcessor,
     Idefics3Model,
     Idefics3Processor,
+    InternVLConfig,
+    InternVLModel,
+    InternVLProcessor,
+    InternVLVideoProcessor,
     LlavaOnevisionConfig,
     LlavaOnevisionImageProcessor,
     LlavaOnevisionModel,
@@ -288,6 +293,25 @@ def _colqwen2() -> tuple[Any, Any]:
 RETRIEVAL_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {"colpali": _colpali, "colqwen2": _colqwen2}
 """Models of late interaction."""
 
+
+def _internvl() -> tuple[Any, Any]:
+    named = {"start_image_token": "<img>", "end_image_token": "</img>"}
+    named |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
+    tokenizer = _tokenizer(*named.values(), extra_special_tokens=named)
+    config = InternVLConfig(
+        text_config={**_GEMMA, "model_type": "qwen2", "vocab_size": len(tokenizer)},
+        vision_config={**_LAYERS, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+    )
+    images = GotOcr2ImageProcessor(size=SQUARE, crop_to_patches=True, **HALVES)
+    videos, chat = InternVLVideoProcessor(size=SQUARE), PLAIN_CHAT.replace("IMAGE", "<IMG_CONTEXT>")
+    return InternVLModel(config), InternVLProcessor(images, tokenizer, videos, image_seq_length=4, chat_template=chat)
+
+
+PLUGIN_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {"internvl": _internvl}
+"""Models of a family that is none of ours: CONTRIBUTING.md's recipe trains it."""
+
 VISION_LANGUAGE_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen2_vl": _qwen2,
     "qwen2_5_vl": _qwen2_5,
@@ -298,7 +322,8 @@ VISION_LANGUAGE_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
 def write_vision_language(folder: Path, kind: str) -> Path:
     """Write a folder with seeded weights, wide enough that items differ."""
     torch.manual_seed(0)
-    model, processor = (VISION_LANGUAGE_BUILDERS | FAMILY_BUILDERS | RETRIEVAL_BUILDERS)[kind]()
+    builders = VISION_LANGUAGE_BUILDERS | FAMILY_BUILDERS | RETRIEVAL_BUILDERS | PLUGIN_BUILDERS
+    model, processor = builders[kind]()
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder

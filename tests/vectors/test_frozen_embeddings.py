@@ -31,7 +31,7 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.passes import Passes, RngState
 from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters import freeze
-from vembed.models.tiny_clip import TinyClip, TinyClipConfig
+from vembed.models.from_scratch import TinyClip, TinyClipConfig
 from vembed.plan.problem import Way
 from vembed.training.batches import BatchSource
 from vembed.training.run import run_from_config

@@ -1,4 +1,4 @@
-"""Two towers, one for texts and one for pictures: CLIP, SigLIP and SigLIP 2 from Hugging Face.
+"""CLIP, SigLIP and SigLIP 2 of transformers: two towers, one for texts and one for pictures, that end in one space.
 
 Texts must look as they did in training. CLIP's attention is causal and it pools at the first end-of-text token, so that
 padding behind it is never seen. SigLIP was trained with every text padded to its full length, without any mask, and
@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModel
+from typing_extensions import override
 
 from vembed.batch import Features, Ragged
 from vembed.models.composed import TwoTowers
@@ -46,10 +47,6 @@ if TYPE_CHECKING:
     from vembed.batch import Image, Side
     from vembed.models.hub import ModelFiles
     from vembed.models.plannable import Tower, TowerInputs, TowerName
-
-TEMPERATURE_PARAMETERS = ("logit_scale", "logit_bias")
-"""Parameters of the model file that belong to the loss that it was trained with; here the loss has its own."""
-
 
 PADS_TEXTS = {"clip": False, "siglip": True, "siglip2": True}
 """Whether every text is padded to the full length, unmasked, by the model_type of config.json."""
@@ -87,21 +84,23 @@ class DualEncoder(TwoTowers, TransformersPictures):
         self.padding_id = pad_id
         self.patch_size = int(config.vision_config.patch_size)
         self.normalisation = last_step(image_processor, name)
+        # A blank picture shows the tokens of any; SigLIP 2's processor pads each to the most that it allows.
         blank = run_processor(image_processor, [blank_picture()])
         refuse_other_size(name, blank["pixel_values"], config.vision_config)
         self.picture_tokens = int(picture_lengths(blank["pixel_values"], self.patch_size)[0])
-        for key in TEMPERATURE_PARAMETERS:
+        # The file's temperature belongs to the loss that the model was trained with; here the loss has its own.
+        for key in ("logit_scale", "logit_bias"):
             if hasattr(model, key):
                 getattr(model, key).requires_grad_(requires_grad=False)
 
     @classmethod
+    @override
     def recognises(cls, files: ModelFiles) -> bool:
-        """Return whether config.json names one of the families."""
         return model_type_of(files) in PADS_TEXTS
 
     @classmethod
-    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> DualEncoder:  # noqa: ARG003
-        """Load both towers."""
+    @override
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> DualEncoder:
         model = files.backbone("", files.config(), AutoModel)
         encoder = cls(files.name, model=model, tokenizer=files.tokenizer(), image_processor=files.image_processor())
         encoder.pipeline().refuse_other(files)
@@ -109,16 +108,17 @@ class DualEncoder(TwoTowers, TransformersPictures):
 
     @property
     def _towers(self) -> Any:
-        return self.model  # every dual family has get_text_features and get_image_features; their base class doesn't
+        """The model, untyped: all families have get_text_features and get_image_features, their base class doesn't."""
+        return self.model
 
+    @override
     def featurize_pictures(self, images: Sequence[Image]) -> Features:
-        """Decode pictures and run the image processor."""
         process = partial(run_processor, self.image_processor, in_bytes=self.normalisation is not None)
         arrays = process_pictures(images, process, self.image_limits, self.image_background)
         return Features({}, own_lengths(arrays, self.patch_size), arrays)
 
-    def featurize_texts(self, texts: list[str], side: Side) -> Features:  # noqa: ARG002
-        """Tokenize texts; both sides are read alike."""
+    @override
+    def featurize_texts(self, texts: list[str], side: Side) -> Features:
         encoded = self.tokenizer(
             [text.strip() for text in texts],
             truncation=True,
@@ -129,32 +129,33 @@ class DualEncoder(TwoTowers, TransformersPictures):
         )
         ids = token_rows(encoded["input_ids"], self.padding_id, self.name, self.model.config.text_config.vocab_size)
         num_truncated = count_truncated(encoded, ids.lengths, self.max_length)
-        if self.pads_texts:
-            ids = Ragged.from_rows([self._to_full_length(row) for row in encoded["input_ids"]])
+        if self.pads_texts:  # SigLIP sees these tokens, at the side where its tokenizer had them in training
+            on_left, rows = self.tokenizer.padding_side == "left", []
+            for row in encoded["input_ids"]:
+                padding = [self.padding_id] * (self.max_length - len(row))
+                rows.append(padding + row if on_left else row + padding)
+            ids = Ragged.from_rows(rows)
         return Features({"input_ids": ids}, ids.lengths, num_truncated=num_truncated)
 
-    def _to_full_length(self, row: list[int]) -> list[int]:
-        padding = [self.padding_id] * (self.max_length - len(row))
-        return padding + row if self.tokenizer.padding_side == "left" else row + padding
-
+    @override
     def embed_texts(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Run the text tower and its projection."""
         return unit(self._towers.get_text_features(input_ids=inputs["input_ids"].long()).pooler_output)
 
+    @override
     def embed_pictures(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Run the image tower and its projection."""
+        # SigLIP 2 takes the shapes and the mask of its patches beside the pixels: they go through as they are.
         pixels = normalised(inputs, self.normalisation).to(self.model.dtype)
         return unit(self._towers.get_image_features(**{**inputs, "pixel_values": pixels}).pooler_output)
 
+    @override
     def save(self, folder: Path) -> None:
-        """Write a folder that transformers and vembed load."""
         folder.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         self.image_processor.save_pretrained(folder)
 
+    @override
     def facts(self) -> dict[str, str]:
-        """Return how texts and pictures are read, and what the model file says of its own temperature."""
         scale = getattr(self.model, "logit_scale", None)
         facts = {
             "family": f"{self.model.config.model_type} (config.json)",
@@ -168,8 +169,8 @@ class DualEncoder(TwoTowers, TransformersPictures):
             facts["logit_scale of the model file"] = f"{math.exp(scale.item()):.4g}, not used: the loss has its own"
         return facts
 
+    @override
     def towers(self) -> tuple[Tower, ...]:
-        """Return the text tower and the image tower; where a tower has a projection, it is a part of it."""
         config = self.model.config
         towers: tuple[tuple[TowerName, str, Any], ...] = (
             ("text", "model.text_projection", config.text_config),
@@ -186,16 +187,16 @@ class DualEncoder(TwoTowers, TransformersPictures):
             for name, projection, own in towers
         )
 
+    @override
     def adapter_host(self) -> nn.Module:
-        """Return the network of both towers."""
         return self.model
 
+    @override
     def profile_inputs(self) -> tuple[TowerInputs, ...]:
-        """Return rows of token ids, without a mask, and a picture."""
         return token_inputs(self.max_length, padded=self.pads_texts), picture_inputs(self)
 
+    @override
     def activation_values(self) -> float:
-        """Estimate by the layers of the tower where a token keeps more."""
         config = self.model.config
         towers = (config.text_config, self.max_length), (config.vision_config, self.picture_tokens)
         return max(
@@ -203,8 +204,8 @@ class DualEncoder(TwoTowers, TransformersPictures):
             for own, length in towers
         )
 
+    @override
     def pipeline(self) -> Pipeline:
-        """Return what sentence-transformers does: both towers by their own methods, texts unmasked."""
         text: dict[str, object] = {"padding_side": "right", "return_attention_mask": False}
         if self.pads_texts:
             side = self.tokenizer.padding_side
@@ -228,8 +229,8 @@ class DualEncoder(TwoTowers, TransformersPictures):
             max_length=self.max_length,
         )
 
+    @override
     def recipe(self) -> Recipe:
-        """Return how transformers alone gives the vectors."""
         padding: dict[str, object] = {"padding": True, "padding_side": "right"}
         if self.pads_texts:
             side = self.tokenizer.padding_side

@@ -1,7 +1,11 @@
-"""What every encoder of pictures does around its own processor: decode in blocks, normalise, count patches.
+"""Steps of every encoder of pictures around its model's own processor: decode in blocks, normalise, count patches.
 
-Pixels are bytes until they are on the device, a quarter of the float32 that a model's own processor makes of them at
-last. There they become that float32.
+1. Files are decoded and converted block by block, so that few pictures stand in memory at full size.
+2. The processor resizes and crops them. Its last steps, from bytes to float32, are left out where they can be.
+3. Pixels are bytes until they are on the device, a quarter of the float32 that the processor would make of them. There
+   `normalised` makes the same float32.
+
+Shape legend: n pictures, S side in pixels, P patches.
 """
 
 from __future__ import annotations
@@ -46,8 +50,8 @@ def pictures_of(items: Sequence[Item]) -> list[Image]:
     Raises:
         TypeError: One has a text, or several pictures: the caller sorted them wrongly.
     """
-    owned = [list(pictures_in([item])) for item in items if modality_of(item) == "image"]
-    images = [own[0] for own in owned if len(own) == 1]
+    pictures = [list(pictures_in([item])) for item in items if modality_of(item) == "image"]
+    images = [several[0] for several in pictures if len(several) == 1]
     if len(images) != len(items):
         raise TypeError(f"{len(items) - len(images)} of {len(items)} items aren't one picture, as expected")
     return images
@@ -77,8 +81,8 @@ def process_pictures(
     parts = []
     num_blocks = -(-len(images) // DECODED_AT_ONCE)
     # Of equal sizes, so that none of several pictures is alone: LLaVA-OneVision cuts a single one up.
-    for places in np.array_split(np.arange(len(images)), num_blocks):
-        block = [images[place] for place in places]
+    for indices in np.array_split(np.arange(len(images)), num_blocks):
+        block = [images[index] for index in indices]
         pictures = decode_images(block, limits, torch.get_num_threads(), background)
         parts.append(process(pictures if own_mode else [picture.convert("RGB") for picture in pictures]))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -86,28 +90,28 @@ def process_pictures(
 
 @dataclass(frozen=True, slots=True)
 class Normalisation:
-    """What becomes of bytes of pixels: (value / divisor - mean) / std for each channel, float32, in this order."""
+    """The step from bytes to float32: (value / divisor - mean) / std for each channel, in this order."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     divisor: float = 1.0
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return pictures (n, channels, height, width), or their patches (n, patches, values), as float32.
+        """Return the float32 of pixels in one of three layouts.
 
-        Patches of pictures that lie end to end, (patches, values), hold one channel after the other.
-
-        The numbers of a channel are scalars of the operations: as a tensor they would have to be sent to the device.
+        Args:
+            pixels: Pictures (n, channels, S, S), their patches (n, P, values), or those of all end to end, (P, values).
         """
-        x = pixels.to(torch.float32)
+        x = pixels.to(torch.float32)  # a tensor of its own: all that follows works in place
         if self.divisor != 1.0:
             x.div_(self.divisor)
+        # The numbers of a channel are scalars of the operations: as a tensor they would have to be sent to the device.
         if len(set(self.mean)) == len(set(self.std)) == 1:
             return x.sub_(self.mean[0]).div_(self.std[0])
         by_channel, dim = x, 1
-        if x.ndim == 2:
+        if x.ndim == 2:  # Qwen's patches hold one channel after the other
             by_channel = x.unflatten(-1, (len(self.mean), -1))
-        elif x.ndim == 3:  # the values of a pixel stand side by side in a patch
+        elif x.ndim == 3:  # in SigLIP 2's the channels of a pixel stand side by side
             by_channel, dim = x.unflatten(-1, (-1, len(self.mean))), -1
         for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
             by_channel.select(dim, channel).sub_(mean).div_(std)
@@ -120,14 +124,14 @@ def normalised(inputs: Mapping[str, Tensor], normalisation: Normalisation | None
     if normalisation is None or pixels.is_floating_point():
         return pixels
     x = normalisation(pixels)
-    return x.mul_(inputs[PATCH_MASK].unsqueeze(-1)) if PATCH_MASK in inputs else x  # processors pad with zeros at last
+    # A processor pads with zeros after it has normalised: padding that was normalised here is put back to zero.
+    return x.mul_(inputs[PATCH_MASK].unsqueeze(-1)) if PATCH_MASK in inputs else x
 
 
 def last_step(processor: Any, name: str) -> Normalisation | None:
-    """Return what a processor of transformers does at last, to pixels that are bytes; None where they aren't.
+    """Return the last step of a processor of transformers, to pixels that are bytes; None where they aren't.
 
-    It is tried on a picture of noise. DINOv3's rescales before it resizes: its pixels are never whole numbers, and
-    rounding would change them. The same holds for one that pads pictures after all else.
+    It is tried on a picture of noise: only a step that gives the processor's own pixels is returned.
 
     Raises:
         ConfigError: The processor of the model `name` can read no picture.
@@ -135,11 +139,12 @@ def last_step(processor: Any, name: str) -> Normalisation | None:
     names = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
     if any(getattr(processor, name, None) is None for name in names) or getattr(processor, "do_pad", False):
         return None
+    # (x * factor - mean) / std = (x - mean / factor) / (std / factor): two operations in place of three, and the
+    # products in float32 and in this order, as torchvision's processors fuse them.
     rescale = torch.tensor(1.0 / processor.rescale_factor if processor.do_rescale else 1.0)
     mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else (0.0, 1.0)
-    # In float32 and in this order, as torchvision's processors do.
-    fused = [tuple((torch.tensor(each).expand(3) * rescale).tolist()) for each in (mean, std)]
-    found = Normalisation(mean=fused[0], std=fused[1])
+    fused = [tuple((torch.tensor(numbers).expand(3) * rescale).tolist()) for numbers in (mean, std)]
+    step = Normalisation(mean=fused[0], std=fused[1])
     noise = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
     try:
         wanted, made = (
@@ -147,11 +152,13 @@ def last_step(processor: Any, name: str) -> Normalisation | None:
         )
     except Exception as error:  # of the library, about a setting in the model's files
         raise unreadable(name, "image", error) from error
+    # DINOv3's rescales before it resizes: its pixels are never whole numbers, and rounding would change them. The same
+    # holds for one that pads pictures after all else.
     if made["pixel_values"].dtype != np.uint8:
         return None
     tensors = {name: torch.from_numpy(values) for name, values in made.items()}
-    own = torch.from_numpy(wanted["pixel_values"]).float()
-    return found if torch.allclose(normalised(tensors, found), own, rtol=0, atol=SAME_PIXELS) else None
+    expected = torch.from_numpy(wanted["pixel_values"]).float()
+    return step if torch.allclose(normalised(tensors, step), expected, rtol=0, atol=SAME_PIXELS) else None
 
 
 def until_bytes(preprocess: Any) -> tuple[Callable[[PIL.Image.Image], Any], Normalisation | None]:
@@ -188,9 +195,9 @@ def picture_lengths(pixel_values: NDArray[Any], patch_size: int) -> NDArray[np.i
     Args:
         pixel_values: Pictures (n, 3, height, width), or already cut into patches (n, patches, values).
     """
-    if pixel_values.ndim == 3:
+    if pixel_values.ndim == 3:  # cut already, as SigLIP 2's
         patches = pixel_values.shape[1]
-    else:
+    else:  # what is left over at the edges makes no patch
         patches = (pixel_values.shape[2] // patch_size) * (pixel_values.shape[3] // patch_size)
     return np.full(len(pixel_values), patches + 1, dtype=np.int64)
 
@@ -210,6 +217,7 @@ def without_padding(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Cut off the patches that no picture of a chunk has: a processor pads each picture to the most that it allows."""
     if PATCH_MASK not in inputs:
         return inputs
+    # Of the chunk, on the CPU: rows are sorted by length, so that a chunk's pictures have about as many patches.
     longest = int(inputs[PATCH_MASK].sum(dim=1).max())
     return inputs | {name: inputs[name][:, :longest] for name in (PATCH_MASK, "pixel_values")}
 
@@ -223,6 +231,11 @@ def rows_of(values: NDArray[Any], rows: NDArray[np.int64]) -> Tensor:
     if len(rows) and bool((np.diff(rows) == 1).all()):
         return torch.from_numpy(values[int(rows[0]) : int(rows[-1]) + 1])
     return torch.from_numpy(values[rows])
+
+
+def side_of(size: Any) -> int:
+    """Return the side of a square, in pixels, that a config states as a number or as a pair."""
+    return int(size[0] if isinstance(size, (list, tuple)) else size)
 
 
 def blank_picture() -> PIL.Image.Image:

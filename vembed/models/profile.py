@@ -32,7 +32,7 @@ from vembed.models.load import load_encoder, load_skeleton
 from vembed.models.measure import CallCosts, ProfileTarget, measure_call
 from vembed.models.plannable import WORDS, one_picture, parameters_within
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
-from vembed.registry import ENCODERS
+from vembed.registry import plugin_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -216,8 +216,8 @@ def _refuse_broken_plugin(keys: ModelKeys, encoder: Encoder) -> None:
     Raises:
         ConfigError: It fails; the message says where in the plugin.
     """
-    module = type(encoder).__module__
-    if module not in ENCODERS.plugins().values():
+    module = plugin_of(encoder)
+    if not module:
         return
     try:
         sample_vectors(_with_weights(keys).eval())

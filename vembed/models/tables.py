@@ -289,7 +289,7 @@ class StaticEncoder(Encoder):
         prompts: dict[Side, str] = {}
         dense, normalize = [], True
         if is_builtin(files.name):
-            from vembed.models.tiny_transformer import train_bpe  # here, as it imports transformers
+            from vembed.models.from_scratch import train_bpe  # here, as it imports transformers
 
             # The plan has no texts to train a tokenizer on: it counts with the largest vocabulary.
             tokenizer = train_bpe(texts, VOCABULARY_SIZE) if files.has_weights or texts else None

@@ -7,7 +7,8 @@
 4. The last token has seen all: its hidden state, of unit length, is the embedding.
 
 Rows are padded at the right. A picture's tokens count in a chunk like those of a text. What differs between models is a
-row of `vision_language_families.FAMILIES`.
+class of `vision_language_families`. How items are read is decided by the user's word, else by the model's folder, else
+by its family (`load_processor`).
 
 Source: Qwen3-VL-Embedding's published rule (github.com/QwenLM/Qwen3-VL-Embedding).
 
@@ -18,13 +19,16 @@ from __future__ import annotations
 
 import copy
 import json
-from types import MappingProxyType
+import unicodedata
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModel
+from typing_extensions import override
 
 from vembed.batch import Composed, Features, Image, Ragged
 from vembed.data.images import ImageError
@@ -32,12 +36,14 @@ from vembed.errors import ConfigError, DataError
 from vembed.models import attention
 from vembed.models.encoder import About, Encoder
 from vembed.models.formats import model_type_of
-from vembed.models.pictures import DECODED_AT_ONCE, Normalisation, last_step, normalised, process_pictures
+from vembed.models.hub import PICTURE_SIDE, tokenizer_facts
+from vembed.models.pictures import Normalisation, last_step, normalised, process_pictures, side_of
 from vembed.models.plannable import ROWS, TowerInputs, find_tower, is_within, layer_period, text_inputs, token_inputs
 from vembed.models.pooling import pool
 from vembed.models.text import token_rows
-from vembed.models.vision_language_families import FAMILIES, UNTRAINED, refuse_untrained
-from vembed.models.vision_language_spec import SETTINGS_FILE, load_processor
+from vembed.models.text_spec import asked_pooling
+from vembed.models.vision_language_families import UNTRAINED, square_tokens
+from vembed.registry import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -52,17 +58,113 @@ if TYPE_CHECKING:
     from vembed.models.exportable import Form
     from vembed.models.hub import ModelFiles
     from vembed.models.plannable import Tower, TowerName
-    from vembed.models.vision_language_family import VisionLanguageFamily
-    from vembed.models.vision_language_spec import VisionLanguageSpec
+    from vembed.models.pooling import PoolingMode
+    from vembed.models.vision_language_families import VisionLanguageFamily
+
+SETTINGS_FILE = "vembed_vision_language.json"
+"""Holds what transformers' own files have no place for: instructions, longest row, tokens of a picture, pooling."""
+
+MOST_TOKENS = 8192
+"""Of a row, unless the user or the model's files say less: Qwen3-VL-Embedding's own."""
 
 CONVERSATION = 32
 """Tokens of an instruction and of the turns around an item, about."""
 
-READ_BY_VALUE = frozenset({"vision_cu_seqlens", "vision_cu_window_seqlens", "image_sizes", "batch_num_images"})
-"""Inputs that networks may read by value: the plan's have values."""
+USUAL_SQUARES = 4
+"""Squares along a side of the largest picture, as Idefics3's and SmolVLM's own processors cut it."""
 
 EMPTY = "NULL"
 """The text of an item that has neither a text nor a picture."""
+
+
+# --- How items are read -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLanguageSpec:
+    """The decisions on how items are read, each by the user, else by the model's folder, else by its family."""
+
+    instructions: Mapping[Side, str]  # system message of each side's items; empty for none
+    max_length: int  # tokens of a row, those of pictures included
+    image_tokens: int  # most tokens of a picture
+    pooling: PoolingMode
+
+
+def load_processor(
+    files: ModelFiles, config: PreTrainedConfig, family: VisionLanguageFamily
+) -> tuple[Any, VisionLanguageSpec]:
+    """Load tokenizer, image processor and chat template, and decide how items are read.
+
+    Raises:
+        ConfigError: There is no chat template, a picture wouldn't fit a row, or a prompt holds what stands for one.
+    """
+    keys, saved = files.keys, files.read_json(SETTINGS_FILE)
+    processor = _stand_in(config) if files.shape else files.processor()
+    if family.needs_chat_template and not getattr(processor, "chat_template", None):
+        raise ConfigError(
+            f"{files.name} has no chat template, by which its items are put into words: its chat_template.jinja is "
+            f"missing"
+        )
+    most = saved.get("image_tokens", family.most_image_tokens)
+    wanted = most if keys.image_tokens == "auto" else keys.image_tokens
+    image_tokens = family.limit_images(processor, wanted, keys.max_image_size)
+
+    # The instruction of each side. A placeholder in one would be taken for a picture.
+    network = getattr(config, "vlm_config", config)  # ColPali's and ColQwen2's is within theirs
+    placeholder = str(processor.tokenizer.convert_ids_to_tokens(network.image_token_id))
+    prompts: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
+    saved_instructions = saved.get("instructions", {})
+    instructions: dict[Side, str] = {}
+    for side, prompt in prompts.items():
+        if placeholder in (prompt or ""):
+            raise ConfigError(f"{side}_prompt holds {placeholder}, which stands for a picture; leave it out")
+        words = saved_instructions.get(side, family.instruction) if prompt is None else prompt
+        words = words.strip()
+        ends = not words or unicodedata.category(words[-1]).startswith("P")
+        instructions[side] = words if ends or not family.ends_instruction else f"{words}."
+
+    limits = (
+        processor.tokenizer.model_max_length,
+        getattr(config.get_text_config(), "max_position_embeddings", MOST_TOKENS),
+    )
+    longest = min(int(saved.get("max_seq_length", MOST_TOKENS)), *limits)
+    max_length = longest if keys.max_seq_length == "auto" else keys.max_seq_length
+    if image_tokens >= max_length:
+        raise ConfigError(
+            f"{files.name}: a picture of {image_tokens} tokens doesn't fit rows of {max_length}, and none is cut; "
+            f"set max_seq_length above it, or image_tokens to at most {max_length // 2}"
+        )
+    pooling: PoolingMode = asked_pooling(keys) or saved.get("pooling", family.pooling)
+    return processor, VisionLanguageSpec(instructions, max_length, image_tokens, pooling)
+
+
+def _stand_in(config: PreTrainedConfig) -> Any:
+    """Return what encoders and families read of a processor, for the shape of a model, which has no files."""
+    network: Any = getattr(config, "vlm_config", config)
+    vision, tokenizer = network.vision_config, tokenizer_facts(MOST_TOKENS)
+    tokenizer.all_special_ids, tokenizer.convert_ids_to_tokens = (), str
+    side = side_of(getattr(vision, "image_size", PICTURE_SIDE))  # Qwen's have none: they take any
+    tokens = square_tokens(network) if hasattr(vision, "image_size") else 0
+    images = SimpleNamespace(
+        patch_size=vision.patch_size,
+        merge_size=getattr(vision, "spatial_merge_size", 1),
+        size={"height": side, "longest_edge": USUAL_SQUARES * side},
+        max_image_size={"longest_edge": side},
+        do_image_splitting=True,
+        image_grid_pinpoints=getattr(network, "image_grid_pinpoints", ()),
+    )
+    return SimpleNamespace(
+        tokenizer=tokenizer,
+        image_processor=images,
+        chat_template="none is read",
+        image_seq_length=tokens,
+        image_seq_len=tokens,
+        num_image_tokens=tokens,
+        vision_aspect_ratio=getattr(network, "vision_aspect_ratio", ""),
+    )
+
+
+# --- The encoder ------------------------------------------------------------------------------------------------------
 
 
 class VisionLanguageEncoder(Encoder):
@@ -84,8 +186,8 @@ class VisionLanguageEncoder(Encoder):
     modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
     modes = MappingProxyType(
         {
-            "qwen-vl": frozenset(each for each in FAMILIES if each.startswith("qwen")),
-            "llava": UNTRAINED | {each for each in FAMILIES if each.startswith("llava")},
+            "qwen-vl": frozenset(kind for kind in FAMILIES.names() if kind.startswith("qwen")),
+            "llava": UNTRAINED | {kind for kind in FAMILIES.names() if kind.startswith("llava")},
         }
     )
     several_pictures = True
@@ -123,7 +225,9 @@ class VisionLanguageEncoder(Encoder):
         self._image_id = int(backbone.config.image_token_id)
         placeholders = [getattr(processor, f"{kind}_token", None) for kind in ("image", "video")]
         placeholders.append(self.tokenizer.convert_ids_to_tokens(self._image_id))
-        self._placeholders = tuple(dict.fromkeys(each for each in placeholders if each))
+        self._placeholders = tuple(dict.fromkeys(token for token in placeholders if token))
+
+        # A damaged tokenizer is named here: later its ids would lie outside the table, or be sorted with None.
         table: Any = backbone.get_input_embeddings()
         self._num_tokens = len(table.weight)
         special_ids = self.tokenizer.all_special_ids
@@ -139,7 +243,7 @@ class VisionLanguageEncoder(Encoder):
                 f"{name}: its tokenizer {problem}: tokenizer_config.json is damaged or of another model. Copy the "
                 f"folder again"
             )
-        self._kept_ids = np.array(sorted({*special_ids, self._image_id}))
+        self._kept_ids = np.array(sorted({*special_ids, self._image_id}))  # those that no cut takes out of a row
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -147,33 +251,35 @@ class VisionLanguageEncoder(Encoder):
         return self.processor.tokenizer  # type: ignore[no-any-return]
 
     @classmethod
+    @override
     def recognises(cls, files: ModelFiles) -> bool:
-        """Return whether config.json names one of the families."""
-        return model_type_of(files) in FAMILIES.keys() | UNTRAINED
+        kind = model_type_of(files)
+        return kind in FAMILIES or kind in UNTRAINED
 
     @classmethod
-    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> VisionLanguageEncoder:  # noqa: ARG003
-        """Load the network and its processor.
-
-        Raises:
-            ConfigError: It is of a type that isn't trained here.
-        """
+    @override
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> VisionLanguageEncoder:
         config = files.config()
-        refuse_untrained(files.name, config.model_type)
-        family = FAMILIES[config.model_type]
+        kind = config.model_type
+        if kind not in FAMILIES:
+            families = ", ".join(FAMILIES.load(name).name for name in FAMILIES.names())
+            raise ConfigError(f"{files.name}: models of type {kind} don't train here; take one of {families}")
+        family = FAMILIES.load(kind)()
         processor, spec = load_processor(files, config, family)
         backbone = files.backbone("", config, AutoModel)
         return cls(files.name, backbone=backbone, processor=processor, family=family, spec=spec)
 
+    @override
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
-        """Put items into words, and decode and resize their pictures."""
+        # Pictures first: how many tokens each takes decides the words. Decoded ones are dropped item by item.
         contents = [pictures_and_text(item) for item in items]
         arrays: list[dict[str, NDArray[Any]]] = []
         texts = []
-        for start in range(0, len(contents), DECODED_AT_ONCE):
-            for images, text in contents[start : start + DECODED_AT_ONCE]:
-                arrays.append(self._processed(images))
-                texts.append(self._words(arrays[-1], len(images), text, side))
+        for images, text in contents:
+            arrays.append(self._processed(images))
+            texts.append(self._words(arrays[-1], len(images), text, side))
+
+        # A template may write the start of a row itself: the tokenizer would write it twice.
         starts = self.tokenizer.bos_token is not None and texts[0].startswith(str(self.tokenizer.bos_token))
         encoded = self.tokenizer(
             texts, add_special_tokens=not starts, return_attention_mask=False, return_token_type_ids=False
@@ -186,12 +292,15 @@ class VisionLanguageEncoder(Encoder):
                 f"{self.name}: its tokenizer gives no token {self._image_id} for a picture, which its config.json "
                 f"says: tokenizer.json or config.json is damaged. Copy the folder again"
             )
+
         columns = {"input_ids": Ragged.from_rows(ids)}
-        for name, known in arrays[0].items():
-            columns[name] = Ragged.from_rows([row[name] for row in arrays], dtype=known.dtype.type)
-        if arrays[0] and self.family.positions is not None:
-            places = [self.family.positions(self.backbone, *row) for row in zip(ids, arrays, strict=True)]
-            columns["positions"] = Ragged.from_rows(places)
+        for name, first in arrays[0].items():
+            columns[name] = Ragged.from_rows([row[name] for row in arrays], dtype=first.dtype.type)
+        if arrays[0]:
+            positions = [self.family.positions(self.backbone, *row) for row in zip(ids, arrays, strict=True)]
+            known = [row for row in positions if row is not None]  # all of them, or none: it is a family's word
+            if known:
+                columns["positions"] = Ragged.from_rows(known)
         num_truncated = sum(len(short) < len(long) for short, long in zip(ids, whole, strict=True))
         return Features(columns, columns["input_ids"].lengths, num_truncated=num_truncated)
 
@@ -200,7 +309,6 @@ class VisionLanguageEncoder(Encoder):
         if not images:
             return {}
         in_bytes = self.normalisation is not None
-
         flattest, left = self.family.flattest, iter(images)
 
         def process(pictures: list[PIL.Image.Image]) -> dict[str, NDArray[Any]]:
@@ -211,21 +319,22 @@ class VisionLanguageEncoder(Encoder):
                         f"{picture.width} x {picture.height} pixels: {self.family.name} takes pictures whose longer "
                         f"side is at most {flattest} times the shorter one; crop it, or leave it out",
                     )
-            return self.family.process(self.processor.image_processor, pictures, in_bytes)
+            return self.family.process(self.processor.image_processor, pictures, in_bytes=in_bytes)
 
         return process_pictures(images, process, self.image_limits, self.image_background)
 
     def _words(self, arrays: Mapping[str, NDArray[Any]], num_pictures: int, text: str, side: Side) -> str:
         """Return an item as it is read, with a placeholder for each token of its pictures."""
         text = text.strip()
-        for each in self._placeholders:  # a user's own would be taken for a picture
-            text = text.replace(each, f"{each[0]} {each[1:]}")
+        for token in self._placeholders:  # a user's own would be taken for a picture
+            text = text.replace(token, f"{token[0]} {token[1:]}")
         text = text or ("" if num_pictures else EMPTY)
-        said = (self.family.wording or _conversation)(self.processor, self.prompts[side], num_pictures, text)
+        words = self.family.words(self.processor, self.prompts[side], num_pictures, text)
         if not num_pictures:
-            return said
-        pieces = said.split(self.processor.image_token)
-        tokens = [self.family.placeholder(self.processor, arrays, place) for place in range(num_pictures)]
+            return words
+        # The template has one placeholder for each picture; in its place go those of all its tokens.
+        pieces = words.split(self.processor.image_token)
+        tokens = [self.family.placeholder(self.processor, arrays, index) for index in range(num_pictures)]
         return "".join(piece + token for piece, token in zip(pieces, [*tokens, ""], strict=True))
 
     def _cut(self, ids_T: NDArray[np.int32], images: Sequence[Image]) -> NDArray[np.int32]:
@@ -242,8 +351,10 @@ class VisionLanguageEncoder(Encoder):
             raise DataError(f"{images[0].path}: {what} {tokens}; lower image_tokens or raise max_seq_length")
         return ids_T[special_T | (np.cumsum(~special_T) <= room)]
 
+    @override
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
-        """Pad rows at the right, with lengths unless all are equal, and lay their pictures one after the other."""
+        # Rows are padded at the right, with lengths unless all are full. Their pictures lie one after the other,
+        # whatever row they are of: `image_places` says where in the padded rows each of their tokens is.
         taken = {name: column.take(rows) for name, column in features.columns.items()}
         ids = taken.pop("input_ids")
         ids_RT = ids.padded(width, int(self.tokenizer.pad_token_id or 0))
@@ -257,8 +368,8 @@ class VisionLanguageEncoder(Encoder):
             inputs |= self.family.pictures(self.backbone, taken)
         return inputs
 
+    @override
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return embeddings (R, E) of unit length, at least float32."""
         hidden_RTH, real_RT = self.hidden_states(inputs)
         with torch.autocast(hidden_RTH.device.type, enabled=False):
             return F.normalize(pool(hidden_RTH, real_RT, (self.spec.pooling,)), dim=-1)
@@ -274,8 +385,8 @@ class VisionLanguageEncoder(Encoder):
             call["pixel_values"] = normalised(inputs, self.normalisation).to(self.backbone.dtype)
         return self.family.hidden_states(self.backbone, call), real_RT
 
+    @override
     def save(self, folder: Path) -> None:
-        """Write a folder that transformers and vembed load."""
         folder.mkdir(parents=True, exist_ok=True)
         self.network().save_pretrained(folder)
         self.processor.save_pretrained(folder)
@@ -295,8 +406,8 @@ class VisionLanguageEncoder(Encoder):
             "pooling": spec.pooling,
         }
 
+    @override
     def facts(self) -> dict[str, str]:
-        """Return how items are read and summed up."""
         return {
             "family": f"{self.family.name} (config.json)",
             "pooling": self.spec.pooling,
@@ -308,8 +419,10 @@ class VisionLanguageEncoder(Encoder):
             "attention": attention.attention_name(self.backbone),
         }
 
+    @override
     def towers(self) -> tuple[Tower, ...]:
-        """Return the language model, and what sees pictures with the mergers that end in its tokens."""
+        # The mergers end in tokens of the language model: they are the projection of the tower that sees pictures,
+        # within its module or beside it.
         config, family = self.backbone.config, self.family
         seeing, merger = f"backbone.{family.vision}", tuple(f"backbone.{part}" for part in family.merger)
         outside = tuple(part for part in merger if not is_within(part, [seeing]))
@@ -324,35 +437,42 @@ class VisionLanguageEncoder(Encoder):
                 name,
                 parts=parts,
                 projection=projection,
-                config=own,
-                period=max(taps, layer_period(own)),  # the plan runs no fewer layers than have taps
+                config=stack_config,
+                period=max(taps, layer_period(stack_config)),  # the plan runs no fewer layers than have taps
             )
-            for name, parts, projection, own in stacks
+            for name, parts, projection, stack_config in stacks
         )
 
+    @override
     def skeleton(self, num_layers: Mapping[TowerName, int] = MappingProxyType({})) -> Self:
-        """Return a copy for the plan to measure; what the language model takes of cut layers it takes of others."""
         copied = super().skeleton(num_layers)
         family = self.family
         if "vision" in num_layers:
             seeing: Any = copied.backbone.get_submodule(family.vision)
-            if family.taps:
+            if family.taps:  # what the language model takes of layers that are cut it takes of the first ones
                 setattr(seeing, family.taps, tuple(range(len(getattr(seeing, family.taps)))))
             seeing.config = copy.copy(seeing.config)  # by its depth a layer is counted from the end
             seeing.config.num_hidden_layers = num_layers["vision"]
         return copied
 
+    # --- The plan's inputs --------------------------------------------------------------------------------------------
+
+    @override
     def profile_inputs(self) -> tuple[TowerInputs, ...]:
-        """Return texts, and pictures that pass through both stacks."""
+        # A call of pictures passes through both stacks. The tower of pictures sees several patches for each token.
         longest = min(self.max_length, self.spec.image_tokens + CONVERSATION)
-        features, patches = self.blank_pictures(), self._patches_per_token()
+        features = self.blank_pictures()
         width = int(features.lengths[0])
+        config: Any = self.backbone.config.vision_config
+        arrays, tokens = self.family.blank(self.backbone, self.spec.image_tokens)
+        values_per_patch = 3 * int(getattr(config, "temporal_patch_size", 1)) * side_of(config.patch_size) ** 2
+        patches = max(1, round(arrays["pixel_values"].size / values_per_patch / tokens))
 
         def make() -> dict[str, Tensor]:
             made = self.collate(features, np.arange(ROWS), width)
             return {
-                name: each if name in READ_BY_VALUE or not each.numel() else each.to("meta")
-                for name, each in made.items()
+                name: tensor if name in self.family.read_by_value or not tensor.numel() else tensor.to("meta")
+                for name, tensor in made.items()
             }
 
         return self.text_probe(), TowerInputs("vision", longest, width, True, make, ("text",), patches)
@@ -367,30 +487,25 @@ class VisionLanguageEncoder(Encoder):
         ids = np.full(tokens + 1, self._image_id, dtype=np.int32)
         ids[0] = 0
         columns = {"input_ids": ids, **arrays}
-        if self.family.positions is not None:
-            columns["positions"] = self.family.positions(self.backbone, ids, arrays)
-        ragged = {name: Ragged.from_rows([each] * ROWS, dtype=each.dtype.type) for name, each in columns.items()}
+        positions = self.family.positions(self.backbone, ids, arrays)
+        if positions is not None:
+            columns["positions"] = positions
+        ragged = {name: Ragged.from_rows([values] * ROWS, dtype=values.dtype.type) for name, values in columns.items()}
         return Features(ragged, ragged["input_ids"].lengths)
 
-    def _patches_per_token(self) -> int:
-        """Return the patches that a token of a picture stands for."""
-        config: Any = self.backbone.config.vision_config
-        arrays, tokens = self.family.blank(self.backbone, self.spec.image_tokens)
-        patch = 3 * int(getattr(config, "temporal_patch_size", 1)) * int(config.patch_size) ** 2
-        return max(1, round(arrays["pixel_values"].size / patch / tokens))
-
+    @override
     def picture_bytes(self) -> int:
-        """Return the host memory that the features of the largest picture take."""
+        # Of the largest picture, in proportion to its tokens.
         arrays, tokens = self.family.blank(self.backbone, self.spec.image_tokens)
-        return int(sum(each.nbytes for each in arrays.values()) * self.spec.image_tokens // tokens)
+        return int(sum(values.nbytes for values in arrays.values()) * self.spec.image_tokens // tokens)
 
+    @override
     def adapter_host(self) -> nn.Module:
-        """Return the network of both stacks."""
         return self.backbone
 
+    @override
     def forms(self) -> Mapping[Form, str]:
-        """Return transformers: the folder is one of its own, with a file of ours beside it."""
-        return {"transformers": ""}
+        return {"transformers": ""}  # the folder is one of its own, with a file of ours beside it
 
 
 def pictures_and_text(item: Item) -> tuple[tuple[Image, ...], str]:
@@ -398,14 +513,3 @@ def pictures_and_text(item: Item) -> tuple[tuple[Image, ...], str]:
     if isinstance(item, str):
         return (), item
     return (item.images, item.text) if isinstance(item, Composed) else ((item,), "")
-
-
-def _conversation(processor: Any, instruction: str, num_pictures: int, text: str) -> str:
-    """Return an item by the chat template."""
-    content: list[dict[str, str]] = [{"type": "image"}] * num_pictures
-    if text:
-        content = [*content, {"type": "text", "text": text}]
-    system = {"role": "system", "content": [{"type": "text", "text": instruction}]}
-    messages = [*([system] if instruction else []), {"role": "user", "content": content}]
-    said: str = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return said

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import vembed
 from vembed.config.schema import Config
 from vembed.models.text_spec import PROMPT_FAMILIES
-from vembed.models.vision_language_families import FAMILIES
 from vembed.plan.devices import parse_devices
-from vembed.registry import ENCODERS
+from vembed.registry import ENCODERS, FAMILIES
 from vembed.text import show_bytes, show_count
 from vembed.training.planning import measured_model, plan_elsewhere
 
@@ -104,7 +103,8 @@ def render_classes() -> str:
         "| Family | `model_type` | Pooling | Most tokens of a picture | Instruction |",
         "|---|---|---|---|---|",
     ]
-    for kind, vision_language in FAMILIES.items():
+    for kind in FAMILIES.names():
+        vision_language = FAMILIES.load(kind)
         count = vision_language.most_image_tokens
         most = "its processor's" if count is None else f"{count:,}"
         instruction = _quoted(vision_language.instruction)

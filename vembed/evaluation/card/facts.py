@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import vembed
 from vembed.redact import redact
-from vembed.registry import ENCODERS
+from vembed.registry import plugin_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,7 +112,6 @@ def written_with() -> tuple[tuple[str, str], ...]:
 def model_facts(encoder: Encoder, form: Form) -> ModelFacts:
     """Return what a card tells of an encoder whose weights are in the type that is stored."""
     parameters = list(encoder.parameters())
-    module = type(encoder).__module__
     return ModelFacts(
         form=form,
         takes_texts="text" in encoder.modalities,
@@ -126,7 +125,7 @@ def model_facts(encoder: Encoder, form: Form) -> ModelFacts:
         described=_described(encoder),
         recipe=encoder.recipe(),
         multi_vector=encoder.multi_vector,
-        plugin=module if module in ENCODERS.plugins().values() else "",
+        plugin=plugin_of(encoder),
     )
 
 

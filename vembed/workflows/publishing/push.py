@@ -28,12 +28,12 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.card.render import CARD_FILE
 from vembed.files import is_folder
-from vembed.models.composed_towers import IMAGE, PROJECTIONS_FILE, TEXT
+from vembed.models.composed import IMAGE, PROJECTIONS_FILE, TEXT
 from vembed.models.export import SERVE_FILE, ExportRequest, export_model
 from vembed.models.formats import MODULES_FILE
 from vembed.models.keys import ModelKeys
 from vembed.models.names import locate_model
-from vembed.models.patches import HEAD_FOLDER
+from vembed.models.vision import HEAD_FOLDER
 from vembed.redact import holds_token, redact
 from vembed.section import facts_of
 from vembed.workflows.publishing.card import card_files, spelled

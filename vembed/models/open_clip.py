@@ -10,6 +10,9 @@ Shape legend: N texts, R rows of a chunk, T tokens.
 from __future__ import annotations
 
 import copy
+import difflib
+import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,31 +22,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from typing_extensions import override
 
 from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError, MachineError
+from vembed.models import checked_files
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
 from vembed.models.hub import PICTURE_SIDE, save_weights, tokenizer_facts
-from vembed.models.open_clip_files import (
-    CONFIG_FILE,
-    OPEN_CLIP_PREFIX,
-    SCHEMES,
-    WEIGHTS_FILE,
-    check_folder,
-    check_name,
-    check_tokenizer,
-    config_of,
-    is_open_clip_folder,
-    quiet_about_weights,
-)
 from vembed.models.pictures import ASSUMED_PATCH_SIZE, blank_picture, normalised, process_pictures, until_bytes
 from vembed.models.plannable import Tower, find_layers, find_tower, layer_values, picture_inputs, token_inputs
 from vembed.models.pooling import unit
 from vembed.text import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import PIL.Image
     from numpy.typing import NDArray
@@ -53,10 +46,23 @@ if TYPE_CHECKING:
     from vembed.models.hub import ModelFiles
     from vembed.models.plannable import TowerInputs
 
+OPEN_CLIP_PREFIX = "open_clip:"
+CONFIG_FILE = "open_clip_config.json"
+WEIGHTS_FILE = "open_clip_model.safetensors"
+SCHEMES = ("hf-hub:", "local-dir:")
+
+USUAL_LENGTH = 77
+"""Tokens of a text where a model's description doesn't say."""
+
+
+def is_open_clip_folder(folder: Path | None) -> bool:
+    """Return whether a folder is one of open_clip and not of transformers too."""
+    return folder is not None and (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
+
 
 @dataclass(frozen=True, slots=True)
 class CausalTexts:
-    """How to run a text tower on no more than it sees: the tokens up to the one that it pools."""
+    """A text tower with causal attention, run on no more than it sees: the tokens up to the one that it pools."""
 
     prefix: str  # where the tower's tensors are in the model
     end_id: int | None  # the id whose first place is pooled; None where the largest id of a text is
@@ -73,6 +79,8 @@ class CausalTexts:
 
     def encode(self, model: nn.Module, ids_RT: Tensor) -> Tensor:
         """Call open_clip's own `encode_text` with the positions and the part of the mask that T tokens need."""
+        # `encode_text` adds all positions and the whole mask, which fit rows of the full length only. For this call
+        # both are exchanged for their beginnings; gradients flow into the tower's own positions through the slice.
         width = ids_RT.shape[1]
         positions = model.get_parameter(f"{self.prefix}positional_embedding")
         mask = model.get_buffer(f"{self.prefix}attn_mask")
@@ -152,30 +160,28 @@ class OpenClipEncoder(TwoTowers):
         self.preprocess, self.normalisation = until_bytes(preprocess)
         self.config = config
         self.weights = weights
-        self.max_length = config.get("text_cfg", {}).get("context_length", 77)
+        self.max_length = config.get("text_cfg", {}).get("context_length", USUAL_LENGTH)
         self.dimension = int(config["embed_dim"])
         self.causal_texts, self._texts_are_read = _how_texts_are_read(model, self.max_length)
         self.padding_id = 0 if self.causal_texts is None else self.causal_texts.padding_id
-        self.picture_tokens = self._count_picture_tokens()
+        # A blank picture shows the side of any. A picture costs its patches and one more that sums them up.
+        side = self._preprocessed([blank_picture()])["pixel_values"].shape[2]
+        patch: int = config["vision_cfg"].get("patch_size") or ASSUMED_PATCH_SIZE
+        self.picture_tokens = int(side // patch) ** 2 + 1
         for key in ("logit_scale", "logit_bias"):
             parameter = getattr(self.model, key, None)
             if parameter is not None:
                 parameter.requires_grad_(requires_grad=False)  # the loss has a temperature of its own
 
     @classmethod
+    @override
     def recognises(cls, files: ModelFiles) -> bool:
-        """Return whether a name has the prefix, or means a folder or a shape of open_clip."""
         is_shape = "vision_cfg" in files.shape and "model_type" not in files.shape
         return is_shape or files.name.startswith(OPEN_CLIP_PREFIX) or is_open_clip_folder(files.folder)
 
     @classmethod
-    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> OpenClipEncoder:  # noqa: ARG003
-        """Load a model by its open_clip name, or a folder.
-
-        Raises:
-            ConfigError: There is no such model or tag, or its weights are a pickle that isn't allowed.
-            MachineError: open_clip isn't installed, or the weights can't be fetched.
-        """
+    @override
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> OpenClipEncoder:
         try:
             import open_clip
         except ImportError as error:
@@ -184,16 +190,19 @@ class OpenClipEncoder(TwoTowers):
             ) from error
         if not files.reads_items:
             return _without_weights(files)
+
+        # A name of open_clip's own list, with a tag of weights behind a colon, or a scheme and a path. What is refused
+        # is refused before open_clip reads anything.
         is_folder = is_open_clip_folder(files.folder)
         name = f"local-dir:{files.folder}" if is_folder else files.name.removeprefix(OPEN_CLIP_PREFIX)
         tag = ""
         if not name.startswith(SCHEMES):
             name, _, tag = name.partition(":")
-            check_name(open_clip, name, tag, files)
+            _check_name(name, tag, files)
         elif name.startswith("local-dir:"):
-            check_folder(Path(name.removeprefix("local-dir:")), files)
+            _check_folder(Path(name.removeprefix("local-dir:")), files)
         try:
-            with files.device, quiet_about_weights(files):
+            with files.device, _quiet_about_weights(files):
                 model, _, preprocess = open_clip.create_model_and_transforms(
                     name,
                     pretrained=tag or None,
@@ -210,10 +219,17 @@ class OpenClipEncoder(TwoTowers):
                 f"{files.name} could not be loaded by open_clip: {type(error).__name__}: {first_line(error)}. If its "
                 f"{CONFIG_FILE} or {WEIGHTS_FILE} is damaged, copy the folder again"
             ) from error
+
         _fill_masks(model)
-        random = "" if tag or name.startswith(SCHEMES) else "random: the name has no pretrained tag"
         config = open_clip.get_model_config(name)
-        check_tokenizer(open_clip, tokenizer, config, files)
+        # open_clip may choose a tokenizer by the model's name: from a saved folder it would choose another one.
+        is_named = bool(config.get("text_cfg", {}).get("hf_tokenizer_name"))
+        if not is_named and not isinstance(tokenizer, open_clip.SimpleTokenizer):
+            raise ConfigError(
+                f"{files.name} takes {type(tokenizer).__name__}, which its configuration doesn't name: once saved, it "
+                f"would load with another tokenizer. Use the model's Hugging Face form"
+            )
+        random = "" if tag or name.startswith(SCHEMES) else "random: the name has no pretrained tag"
         return cls(
             files.name,
             model=model.to(files.dtype),
@@ -225,50 +241,45 @@ class OpenClipEncoder(TwoTowers):
 
     @property
     def _parts(self) -> Any:
-        return self.model  # encode_text, encode_image and visual belong to every model of open_clip
+        """The model, untyped: encode_text, encode_image and visual belong to every model of open_clip."""
+        return self.model
 
-    def _count_picture_tokens(self) -> int:
-        size = self._preprocessed([blank_picture()])["pixel_values"].shape[2]
-        patch: int = self.config["vision_cfg"].get("patch_size") or ASSUMED_PATCH_SIZE
-        return int(size // patch) ** 2 + 1
-
+    @override
     def featurize_pictures(self, images: Sequence[Image]) -> Features:
-        """Decode pictures and run open_clip's own preprocessing."""
         arrays = process_pictures(images, self._preprocessed, self.image_limits, self.image_background, own_mode=True)
         return Features({}, np.full(len(images), self.picture_tokens, dtype=np.int64), arrays)
 
     def _preprocessed(self, pictures: list[PIL.Image.Image]) -> dict[str, NDArray[Any]]:
         return {"pixel_values": np.stack([np.asarray(self.preprocess(picture)) for picture in pictures])}
 
-    def featurize_texts(self, texts: list[str], side: Side) -> Features:  # noqa: ARG002
-        """Tokenize texts; both sides are read alike."""
+    @override
+    def featurize_texts(self, texts: list[str], side: Side) -> Features:
         stripped = [text.strip() for text in texts]
         ids_NT = self.tokenizer(stripped, context_length=self.max_length).numpy()
         ids = Ragged.from_rows(list(ids_NT) if self.causal_texts is None else self.causal_texts.cut(ids_NT))
-        return Features({"input_ids": ids}, ids.lengths, num_truncated=self._count_truncated(stripped))
 
-    def _count_truncated(self, texts: list[str]) -> int:
-        """Count the texts that fill a row that is one token longer: open_clip's tokenizers don't say what they cut."""
-        longer_NT = self.tokenizer(["", *texts], context_length=self.max_length + 1).numpy()
+        # open_clip's tokenizers don't say what they cut: a text that was cut fills a row that is one token longer. The
+        # empty text in front shows the padding. Where the end of a text looks like it, the place before it tells.
+        longer_NT = self.tokenizer(["", *stripped], context_length=self.max_length + 1).numpy()
         padding = longer_NT[0, -1]
-        # Where the end of a text looks like padding, the place before it tells.
-        place = self.max_length - 1 if longer_NT[0, 0] == padding else self.max_length
-        return int((longer_NT[1:, place] != padding).sum())
+        last = self.max_length - 1 if longer_NT[0, 0] == padding else self.max_length
+        num_truncated = int((longer_NT[1:, last] != padding).sum())
+        return Features({"input_ids": ids}, ids.lengths, num_truncated=num_truncated)
 
+    @override
     def embed_texts(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Run the text tower and its projection."""
         ids_RT = inputs["input_ids"].long()
         if self.causal_texts is None:
             return unit(self._parts.encode_text(ids_RT))
         return unit(self.causal_texts.encode(self.model, ids_RT))
 
+    @override
     def embed_pictures(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Run the image tower and its projection."""
         dtype = next(self._parts.visual.parameters()).dtype
         return unit(self._parts.encode_image(normalised(inputs, self.normalisation).to(dtype)))
 
+    @override
     def save(self, folder: Path) -> None:
-        """Write a folder that open_clip (`local-dir:`) and vembed load."""
         from open_clip.push_to_hf_hub import save_config_for_hf
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -277,8 +288,8 @@ class OpenClipEncoder(TwoTowers):
         if hasattr(self.tokenizer, "save_pretrained"):  # CLIP's own comes with open_clip
             self.tokenizer.save_pretrained(folder)
 
+    @override
     def facts(self) -> dict[str, str]:
-        """Return where it is from and how it reads its items."""
         scale = self._parts.logit_scale.exp().item()
         return {
             "family": "open_clip",
@@ -289,8 +300,8 @@ class OpenClipEncoder(TwoTowers):
             "similarity": "cosine",
         }
 
+    @override
     def towers(self) -> tuple[Tower, ...]:
-        """Return the text tower and the image tower."""
         # Other libraries' towers don't say how many layers they have, and theirs may all be different.
         periods = {
             name: int(isinstance(self.config.get(f"{name}_cfg", {}).get("layers"), int)) for name in ("text", "vision")
@@ -308,21 +319,22 @@ class OpenClipEncoder(TwoTowers):
         text = Tower("text", parts, parts[-1:], layers=layers, behind=parts[-2:], period=periods["text"])
         return text, vision
 
+    @override
     def adapter_host(self) -> nn.Module:
-        """Return the network of both towers."""
         return self.model
 
+    @override
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute each layer of both towers in backward, by open_clip's own switch."""
         self._parts.set_grad_checkpointing(True)
 
+    @override
     def profile_inputs(self) -> tuple[TowerInputs, ...]:
-        """Return rows of token ids, without a mask, and a picture."""
         return token_inputs(self.max_length, padded=self.causal_texts is None), picture_inputs(self)
 
+    @override
     def activation_values(self) -> float:
-        """Estimate by the layers of the tower where a token keeps more; what its description omits is ViT-B's."""
         text, vision = self.config.get("text_cfg", {}), self.config["vision_cfg"]
+        # What the description omits is ViT-B's.
         layers, width = vision.get("layers", 12), vision.get("width", 768)
         if not isinstance(layers, int):  # a convolutional tower names the blocks of each stage
             layers = sum(layers)
@@ -332,8 +344,8 @@ class OpenClipEncoder(TwoTowers):
             layer_values(layers, width, heads, self.picture_tokens),
         )
 
+    @override
     def forms(self) -> Mapping[Form, str]:
-        """Return open_clip, which alone runs its layers."""
         return {"open_clip": ""}
 
 
@@ -345,11 +357,21 @@ def _without_weights(files: ModelFiles) -> OpenClipEncoder:
     """Build a model by its description alone."""
     import open_clip
 
-    config = dict(files.shape) or config_of(files)
+    config: dict[str, Any] | None = dict(files.shape)
+    if not config:
+        name = files.name.removeprefix(OPEN_CLIP_PREFIX)
+        if is_open_clip_folder(files.folder):
+            name = f"local-dir:{files.folder}"
+        elif "://" not in name and not name.startswith(SCHEMES):
+            name = name.partition(":")[0]
+        config = open_clip.get_model_config(name)
+        if config is None:
+            raise ConfigError(f"open_clip has no model {name!r}")
     shape = copy.deepcopy(config)
     foreign = "hf_model_name" in shape["text_cfg"]
     if foreign:
         shape["text_cfg"]["hf_model_pretrained"] = False
+    # The same choice of a class as open_clip's factory makes, which would fetch a tokenizer and preprocessing too.
     kind = open_clip.CLIP
     if shape.pop("custom_text", False) or foreign:
         kind = open_clip.CoCa if "multimodal_cfg" in shape else open_clip.CustomTextCLIP
@@ -364,11 +386,65 @@ def _without_weights(files: ModelFiles) -> OpenClipEncoder:
     return OpenClipEncoder(
         files.name,
         model=model,
-        tokenizer=tokenizer_facts(shape["text_cfg"].get("context_length", 77)),
+        tokenizer=tokenizer_facts(shape["text_cfg"].get("context_length", USUAL_LENGTH)),
         preprocess=lambda _: torch.zeros(3, height, width, dtype=torch.uint8),
         config=config,
         weights="none",
     )
+
+
+def _check_name(name: str, tag: str, files: ModelFiles) -> None:
+    """Refuse a name or a tag that open_clip doesn't know, and weights that are a pickle."""
+    import open_clip
+
+    known = open_clip.list_models()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        raise ConfigError(f"open_clip has no model {name!r}; did you mean {OPEN_CLIP_PREFIX}{close[0]}?")
+    if not tag:
+        return
+    pickled = Path(tag).suffix != ".safetensors"
+    if not Path(tag).is_file():
+        tags = open_clip.list_pretrained_tags_by_model(name)
+        if tag not in tags:
+            listed = ", ".join(tags) or "none"
+            raise ConfigError(f"open_clip has no weights {tag!r} of {name}; it has: {listed}")
+        pickled = not open_clip.get_pretrained_cfg(name, tag).get("hf_hub")
+    if pickled and not files.keys.allow_pickle:
+        raise ConfigError(
+            f"{files.name} has its weights only as a pickle, which can run code when it is read; set "
+            f"allow_pickle: true to read it with weights_only"
+        )
+
+
+def _check_folder(folder: Path, files: ModelFiles) -> None:
+    """Refuse a folder without a readable description or without weights: open_clip would make random ones."""
+    config = checked_files.read_json(folder / CONFIG_FILE)
+    checked_files.check_folder(folder, weights=files.has_weights)
+    if "model_cfg" not in config:
+        raise ConfigError(f"{folder / CONFIG_FILE} has no model_cfg")
+    if not isinstance(config.get("preprocess_cfg", {}), dict):  # open_clip would take its own settings in silence
+        raise checked_files.broken(folder / CONFIG_FILE, "preprocess_cfg is no object")
+    if not files.has_weights or any(folder.glob("*.safetensors")):
+        return
+    if not any((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))):
+        raise ConfigError(f"{folder} holds no weights; {WEIGHTS_FILE} is missing")
+    if not files.keys.allow_pickle:
+        raise ConfigError(
+            f"{folder} has its weights only as a pickle, which can run code when it is read; set allow_pickle: true "
+            f"to read it with weights_only, or convert it to safetensors"
+        )
+
+
+@contextmanager
+def _quiet_about_weights(files: ModelFiles) -> Iterator[None]:
+    """Keep open_clip from warning of random weights where none are wanted."""
+    before = logging.root.manager.disable
+    logging.disable(before if files.has_weights else logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _fill_masks(model: nn.Module) -> None:

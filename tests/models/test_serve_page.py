@@ -128,7 +128,10 @@ def test_a_server_that_cannot_run_the_model_is_told_with_the_reason(tmp_path: Pa
         tmp_path / "late"
     )
     load(write_model(tmp_path / "gpt2", "gpt2")).save(tmp_path / "odd")
-    taken = {"bag": set(), "clip": {"vLLM", "Infinity"}, "late": set(), "odd": {"Infinity"}}
+    pooled = load(write_model(tmp_path / "bare", "bert"))
+    pooled.spec = pooled.spec.__class__(pooling=("max",), max_length=24)
+    pooled.save(tmp_path / "max")
+    taken = {"bag": set(), "clip": {"vLLM", "Infinity"}, "late": set(), "odd": {"Infinity"}, "max": {"Infinity"}}
     for name, servers in taken.items():
         page = sections(serve_page(tmp_path / name, name))
         refused = {server for server in SERVERS if page[server].startswith("Not for this model: ")}

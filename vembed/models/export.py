@@ -161,7 +161,7 @@ def write_encoder(
             read_back |= _by_sentence_transformers(folder, wanted, again, several=several)
         differences = {reader: largest_difference(wanted, vectors) for reader, vectors in read_back.items()}
         for reader, difference in differences.items():
-            if not difference <= TOLERANCE:  # so, as NaN is neither above nor below
+            if difference > TOLERANCE:  # infinite where a number isn't finite
                 raise MachineError(
                     f"{output} was not written: read back by {reader} {version(reader)}, the model gives other vectors "
                     f"(they differ by up to {difference:.2g}, allowed are {TOLERANCE:g}). Try another --format, or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from model_cases import TEXTS, load_any
 from picture_cases import PICTURES, opened, picture, vectors
 
+from vembed.batch import Augmentation
 from vembed.errors import ConfigError
 from vembed.gradcache.chunks import ChunkBudget, plan_chunks
 from vembed.models import from_scratch
@@ -122,6 +124,13 @@ def test_the_kept_pictures_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for place, each in enumerate(PICTURES):
         assert np.array_equal(encoder.featurize([each], "query").per_row["pixels"][0], expected[place])
     assert len(encoder._pixels) == 3
+
+
+def test_a_picture_that_is_changed_takes_no_room_of_those_that_come_back() -> None:
+    encoder = build()
+    changed = replace(PICTURES[0], augmentation=Augmentation("light", flip=True, seed=1))
+    encoder.featurize([PICTURES[1], changed], "query")
+    assert list(encoder._pixels) == [PICTURES[1]]
 
 
 def test_a_chunk_of_pictures_holds_the_activations_that_the_plan_counts() -> None:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from image_cases import png
 
-from vembed.data import lines, parquet, table_writer
+from vembed.data import formats, lines, table_writer
 from vembed.data.columns import ColumnResolver
 from vembed.data.corpus import Corpus
 from vembed.data.keys import DataKeys
@@ -157,7 +157,7 @@ def test_a_parquet_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
 def test_a_text_that_parquet_stores_once_is_refused_before_its_repeats_fill_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet, "ROW_FREE_BYTES", 2**25)
+    monkeypatch.setattr(formats, "ROW_FREE_BYTES", 2**25)
     path = tmp_path / "t.parquet"
     stored_once = pa.DictionaryArray.from_arrays(pa.array([0] * 4096), pa.array(["x" * 2**18]))
     pq.write_table(pa.table({"query": ["q"] * 4096, "positive": stored_once}), path, store_schema=False)
@@ -169,7 +169,7 @@ def test_a_text_that_parquet_stores_once_is_refused_before_its_repeats_fill_memo
 def test_pages_that_unpack_to_hundreds_of_times_their_size_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet, "PAGE_FREE_BYTES", 2**20)
+    monkeypatch.setattr(formats, "PAGE_FREE_BYTES", 2**20)
     path = tmp_path / "t.parquet"
     table = pa.table({"query": ["q"] * 4, "positive": ["x" * 2**20] * 4})
     pq.write_table(table, path, use_dictionary=False, compression="zstd")
@@ -185,7 +185,7 @@ def test_rows_of_nothing_are_refused(tmp_path: Path) -> None:
 def test_a_row_of_parquet_over_the_limit_is_named_and_the_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet, "MAX_ROW_BYTES", 2**20)
+    monkeypatch.setattr(formats, "MAX_ROW_BYTES", 2**20)
     texts = ["a", "b" * (2**20 + 1), "c" * (2**20 - 100)]
     pq.write_table(pa.table({"query": ["q"] * 3, "positive": texts}), tmp_path / "t.parquet")
     assert refusal(tmp_path / "t.parquet").splitlines()[1] == "  t.parquet:2: a row of over 1 MiB"

@@ -83,7 +83,7 @@ def test_a_delimiter_that_splits_one_line_otherwise_is_not_taken(tmp_path: Path)
 
 
 def test_a_row_that_goes_on_behind_the_sample_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vembed.data.tables.SAMPLE_LINES", 3)
+    monkeypatch.setattr("vembed.data.formats.SAMPLE_LINES", 3)
     path = tmp_path / "t.csv"
     path.write_text('query;positive\na;b\n"c\nd\ne";f\n')
     assert pairs(path) == [("a", "b"), ("c\nd\ne", "f")]

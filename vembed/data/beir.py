@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.batch import ImageLimits
 from vembed.data.columns import listing
-from vembed.data.files import iter_rows
+from vembed.data.formats import iter_rows
 from vembed.data.image_root import ImageRoot, PictureFault
-from vembed.data.lines import lines, reading
+from vembed.data.lines import numbered_lines, reading
 from vembed.data.problems import ProblemLog
 from vembed.data.retrieval import RetrievalData
 from vembed.data.splits import PATH_KEYS, SPLIT_NAMES, Role, is_for_evaluation, missing_split, split_for
@@ -215,7 +215,7 @@ def _with_picture(row: dict[str, Any], text: str, images: ImageRoot, where: str,
 
 def _identified(path: Path, log: ProblemLog, *, known: Mapping[str, Item]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (file:line, id, row) of each row with a usable new id."""
-    for line, row in iter_rows(path, lambda names: names):
+    for line, row in iter_rows(path):
         where = f"{path.name}:{line}"
         if isinstance(row, str):
             log.add(where, row)
@@ -251,7 +251,7 @@ def _read_qrels(path: Path, log: ProblemLog) -> _Qrels:
 
 
 def _qrels_lines(path: Path) -> Iterator[tuple[int, str]]:
-    for number, line in lines(path):
+    for number, line in numbered_lines(path):
         for part in line.decode(errors="surrogateescape").split("\r"):  # some files have no other line ends
             yield number, part
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vembed.batch import Composed, Image, ImageLimits, pictures_in
 from vembed.data.columns import closest, listing
 from vembed.data.corpus_files import TEXT_FILES, corpus_source, find_pictures
-from vembed.data.files import RawRow, iter_rows, text_rows
+from vembed.data.formats import iter_rows
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import content_name
 from vembed.data.keys import DataKeys
+from vembed.data.lines import RawRow, text_rows
 from vembed.data.presets import preset_path
 from vembed.data.problems import ProblemLog
 from vembed.data.retrieval_sources import load_retrieval

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.data.files import ROW_SUFFIXES, SHARD_SUFFIX
+from vembed.data.formats import SHARD_SUFFIX, row_suffixes
 from vembed.data.lines import nearest_entry
 from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder
@@ -44,7 +44,7 @@ def corpus_source(path: str) -> Path:
         raise DataError(
             f"{cut(path, 1000)} doesn't exist{nearest_entry(local)}; a corpus is a BEIR folder, a file, or builtin:SET"
         )
-    kinds = (*(suffix for suffix in ROW_SUFFIXES if suffix != SHARD_SUFFIX), *TEXT_FILES)
+    kinds = (*(suffix for suffix in row_suffixes() if suffix != SHARD_SUFFIX), *TEXT_FILES)
     if not local.name.lower().endswith(kinds):
         raise DataError(f"{path}: unknown kind of file; expected {', '.join(kinds)}")
     return local

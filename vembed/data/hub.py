@@ -12,7 +12,7 @@ from vembed.text import first_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from vembed.data.files import RawRow
+    from vembed.data.lines import RawRow
 
 HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?", re.ASCII)
 BATCH_ROWS = 1000

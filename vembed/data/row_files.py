@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from vembed.data.beir import is_beir
 from vembed.data.columns import closest
-from vembed.data.files import ROW_SUFFIXES, json_object, suffix_of
+from vembed.data.formats import row_suffixes, suffix_of
 from vembed.data.hub import HUB_ID
-from vembed.data.lines import nearest_entry, reading
+from vembed.data.lines import json_object, nearest_entry, reading
 from vembed.data.presets import preset_hint
 from vembed.data.splits import SPLIT_NAMES, missing_split, split_for
 from vembed.errors import DataError
@@ -145,10 +145,10 @@ def _names(folder: Path, pattern: str) -> list[str]:
 def _folder_files(folder: Path, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
     """Return the row files of a folder: those of the wanted split where the names tell splits apart, else all."""
     with reading(folder):
-        rows = (path for path in folder.iterdir() if suffix_of(path) in ROW_SUFFIXES and path.name[0] != ".")
+        rows = (path for path in folder.iterdir() if suffix_of(path) in row_suffixes() and path.name[0] != ".")
         found = sorted(filter(is_file, rows))
     if not found:
-        msg = f"{folder} holds no data files; expected {', '.join(ROW_SUFFIXES)}, or the BEIR layout"
+        msg = f"{folder} holds no data files; expected {', '.join(row_suffixes())}, or the BEIR layout"
         raise DataError(msg)
     splits = {path: _split_name(path) for path in found}
     known = {name for names in SPLIT_NAMES.values() for name in names}
@@ -178,7 +178,7 @@ def _of_one_kind(files: Sequence[Path], source: str) -> list[Path]:
     """Refuse a mixture, such as train.jsonl beside its own train.csv, and files of unknown kinds."""
     unknown = next((path for path in files if suffix_of(path) is None), None)
     if unknown is not None:
-        msg = f"{unknown}: unknown kind of file; expected {', '.join(ROW_SUFFIXES)}"
+        msg = f"{unknown}: unknown kind of file; expected {', '.join(row_suffixes())}"
         raise DataError(msg)
     kinds = {(suffix_of(path) or "").removesuffix(".gz") for path in files}
     if len(kinds) > 1:

@@ -20,17 +20,16 @@ from vembed.batch import modality_of
 from vembed.data.beir import BeirSplit, beir_rows, is_beir, read_beir_split
 from vembed.data.builtin import holds_pictures, load_builtin
 from vembed.data.columns import ColumnResolver
-from vembed.data.files import RawRow, holds_text_cells, iter_rows, jsonl_blocks, jsonl_rows, suffix_of
+from vembed.data.formats import TableForm, format_of, iter_rows, suffix_of, table_form
 from vembed.data.hub import hub_rows, hub_split
-from vembed.data.lines import reading
+from vembed.data.lines import RawRow, jsonl_rows, line_blocks, reading, rows_alike
 from vembed.data.presets import preset_path
 from vembed.data.row_files import row_files
 from vembed.data.splits import SPLIT_NAMES, SourceOptions
 from vembed.data.table import LoadedRecords, Record
 from vembed.data.table_cache import kept_or_read
 from vembed.data.table_writer import RecordWriter
-from vembed.data.tables import table_form
-from vembed.data.text_blocks import rows_alike, text_rows
+from vembed.data.text_blocks import block_of_texts
 from vembed.data.validate import Fault, RowChecker, UnclearLabels
 from vembed.errors import DataError
 from vembed.files import home_path, is_folder
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from vembed.data.columns import ColumnsRead, LossNeeds
     from vembed.data.image_root import ImageRoot
     from vembed.data.table import RecordTable
-    from vembed.data.tables import TableForm
 
 BUILTIN_PREFIX = "builtin:"
 
@@ -133,7 +131,7 @@ def first_rows(path: str, options: SourceOptions, most: int) -> list[dict[str, o
     """
     found: list[dict[str, object]] = []
     for file in _own_files(path, options)[:1]:
-        form = table_form(file) if holds_text_cells(file) else None
+        form = table_form(file) if format_of(file).cells_are_text else None
         found += [row for _, row in islice(iter_rows(file, list, form), most) if isinstance(row, dict)]
     return found
 
@@ -219,8 +217,7 @@ class _Loader:
 
     def table_form(self, file: Path) -> TableForm:
         """Tell how the cells of a table of text are told apart, and remember it for people."""
-        with reading(file):
-            form = table_form(file)
+        form = table_form(file)
         self.columns.tables.update(dict.fromkeys(filter(None, [form.unusual(file)])))
         return form
 
@@ -231,7 +228,7 @@ class _Loader:
                 self._read_blocks(file)
             return
         wanted = partial(self.columns.wanted, where=f"{file.name}:1")
-        form = self.table_form(file) if holds_text_cells(file) else None
+        form = self.table_form(file) if format_of(file).cells_are_text else None
         rows, images = islice(iter_rows(file, wanted, form), most), self._options.images(file.parent)
         self.read(rows, images, file=file.name, cells_are_text=form is not None)
 
@@ -239,13 +236,13 @@ class _Loader:
         """Check the rows of a file of JSONL: a block of them at once where all are texts and right."""
         images, self._has_header = self._options.images(file.parent), False
         defaults = {each.name: each.typed(each.default) for each in self.extra}
-        for block in jsonl_blocks(file):
+        for block in line_blocks(file):
             rows = rows_alike(block)
             if rows is None:
                 self.read(jsonl_rows(block.numbered()), images, file=file.name)
                 continue
             shape = self.columns.shape(tuple(rows[0]), where=f"{file.name}:{block.first}")
-            texts = text_rows(rows, shape)
+            texts = block_of_texts(rows, shape)
             if texts is None:
                 self.read(enumerate(rows, block.first), images, file=file.name)
                 continue

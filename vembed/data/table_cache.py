@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from vembed import __version__
 from vembed.data.columns import ColumnsRead
-from vembed.data.files import SHARD_SUFFIX, suffix_of
+from vembed.data.formats import SHARD_SUFFIX, plugin_code, suffix_of
 from vembed.data.keys import DataKeys
 from vembed.data.table import LoadedRecords, RecordTable
 from vembed.errors import MachineError
@@ -224,6 +224,7 @@ def _stamps(files: Sequence[Path]) -> list[tuple[int, ...]]:
 def _reading_of(files: Sequence[Path], options: SourceOptions, columns: Sequence[ExtraColumn]) -> dict[str, object]:
     """Return everything but the files' content that their rows follow from."""
     loss = options.loss
+    plugin = plugin_code(files[0])
     return {
         "format": FORMAT,
         "version": __version__,
@@ -234,6 +235,7 @@ def _reading_of(files: Sequence[Path], options: SourceOptions, columns: Sequence
         "keys": {
             name: getattr(options.keys, name) for name in sorted(DataKeys.model_fields) if name not in KEYS_OF_USE
         },
+        **({"plugin": plugin} if plugin else {}),
     }
 
 

@@ -6,53 +6,23 @@ A block with anything unusual or wrong in it is left to the code that looks at e
 
 from __future__ import annotations
 
-import json
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vembed.data import lines
-from vembed.data.files import unique_keys
-from vembed.data.parquet import MAX_COLUMNS
 from vembed.data.table_writer import ItemRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vembed.data.columns import RowShape
-    from vembed.data.lines import LineBlock
 
 _SPREAD = 0x1E3779B97F4A7C15
 """Odd multiplier of a hash: it tells the texts of one row from those of another."""
 
 
-def rows_alike(block: LineBlock) -> list[dict[str, Any]] | None:
-    """Return a row for each line of a block where all can be read and have the same columns in the same order."""
-    if len(block.data) > lines.MAX_LINE_BYTES:
-        return None
-    rows: list[dict[str, Any]] = []
-    at, scan = 0, cast("Any", json.JSONDecoder(object_pairs_hook=unique_keys)).scan_once
-    try:
-        text = block.data.decode()
-        text += "" if text.endswith("\n") else "\n"
-        while at < len(text):
-            row, at = scan(text, at)
-            rows.append(row)
-            if text[at] != "\n":
-                if text[at : at + 2] != "\r\n":
-                    return None
-                at += 1
-            at += 1
-    except (ValueError, RecursionError, StopIteration):
-        return None
-    num_lines = lines.num_ends(block.data) + (not block.data.endswith(b"\n"))
-    if {*map(type, rows)} != {dict} or len(rows) != num_lines:  # a row may span lines
-        return None
-    return rows if len({*map(tuple, rows)}) == 1 and len(rows[0]) <= MAX_COLUMNS else None
-
-
-def text_rows(rows: Sequence[dict[str, Any]], shape: RowShape) -> ItemRows | None:
+def block_of_texts(rows: Sequence[dict[str, Any]], shape: RowShape) -> ItemRows | None:
     """Return the texts of rows of one shape, checked; None where there is anything else, or anything wrong."""
     others = (shape.query_image, shape.positive_image, shape.negative_images, shape.title, shape.label)
     asked = (source is not None or column.required for column, source in shape.extra)

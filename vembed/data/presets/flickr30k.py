@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vembed.data.files import json_object, text_rows
+from vembed.data.lines import json_object, text_rows
 from vembed.data.presets.common import find_parts
 from vembed.data.retrieval import RetrievalData
 from vembed.data.table import LoadedRecords

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from vembed.data.files import text_rows
+from vembed.data.lines import text_rows
 from vembed.data.presets.common import find_parts
 from vembed.data.retrieval import RetrievalData
 from vembed.data.table import LoadedRecords

@@ -184,7 +184,13 @@ FORMATS = Registry(
     {
         f"{suffix}{packed}": f"vembed.data.formats:{entry}"
         for packed in ("", ".gz")
-        for suffix, entry in (("jsonl", "JSONL"), ("json", "JSON"), ("csv", "TABLE"), ("tsv", "TABLE"), ("txt", "TABLE"))
+        for suffix, entry in (
+            ("jsonl", "JSONL"),
+            ("json", "JSON"),
+            ("csv", "TABLE"),
+            ("tsv", "TABLE"),
+            ("txt", "TABLE"),
+        )
     }
     | {suffix: f"vembed.data.formats:{suffix.upper()}" for suffix in ("parquet", "arrow", "tar")},
 )

@@ -9,7 +9,7 @@ import pytest
 
 from vembed.data import table_cache
 from vembed.data.columns import listing
-from vembed.data.description import columns_text, describe
+from vembed.data.description import describe
 from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
@@ -97,10 +97,10 @@ def test_rows_that_name_their_negatives_decide_for_those_below(write_jsonl: Writ
     named, other = {**GOOD, "negatives": ["a"]}, {**GOOD, "bad_answer": "b"}
     read = loaded(write_jsonl([named, other, named]))
     assert [read.table[row].negatives for row in range(3)] == [("a",), (), ("a",)]
-    assert columns_text(read.columns).endswith("negatives; ignored: bad_answer")
+    assert read.columns.text.endswith("negatives; ignored: bad_answer")
     read = loaded(write_jsonl([other, named | other]))
     assert [read.table[row].negatives for row in range(2)] == [("b",), ("a",)]
-    assert columns_text(read.columns).endswith("bad_answer, negatives as negatives (bad_answer by its name)")
+    assert read.columns.text.endswith("bad_answer, negatives as negatives (bad_answer by its name)")
 
 
 def test_an_ignored_column_without_a_name_is_told() -> None:

@@ -14,11 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vembed.data import lines, sources
+from vembed.data.check import RowChecker
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
-from vembed.data.validate import RowChecker
 from vembed.errors import VembedError
 from vembed.losses.registry import ANY_SCORE
 

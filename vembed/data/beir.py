@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.batch import ImageLimits
+from vembed.data.check import ProblemLog, encoding_fault, id_fault, part_fault, text_fault, title_and_text
 from vembed.data.columns import listing
 from vembed.data.formats import iter_rows
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.lines import numbered_lines, reading
-from vembed.data.problems import ProblemLog
 from vembed.data.retrieval import RetrievalData
 from vembed.data.splits import PATH_KEYS, SPLIT_NAMES, Role, is_for_evaluation, missing_split, split_for
-from vembed.data.texts import encoding_fault, id_fault, part_fault, text_fault, title_and_text
 from vembed.errors import DataError
 from vembed.files import is_file, is_folder
 from vembed.text import plural, quoted

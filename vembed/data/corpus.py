@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.batch import Composed, Image, ImageLimits, pictures_in
+from vembed.data.check import ProblemLog, encoding_fault, id_fault, part_fault, title_and_text
 from vembed.data.columns import closest, listing
 from vembed.data.corpus_files import TEXT_FILES, corpus_source, find_pictures
 from vembed.data.formats import iter_rows
@@ -25,11 +26,9 @@ from vembed.data.images import content_name
 from vembed.data.keys import DataKeys
 from vembed.data.lines import RawRow, text_rows
 from vembed.data.presets import preset_path
-from vembed.data.problems import ProblemLog
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import BUILTIN_PREFIX
 from vembed.data.splits import SourceOptions
-from vembed.data.texts import encoding_fault, id_fault, part_fault, title_and_text
 from vembed.errors import DataError
 from vembed.files import home_path, is_folder
 from vembed.text import plural

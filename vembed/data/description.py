@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vembed.batch import Composed, Image, pictures_in
-from vembed.data.columns import WEIGHT_COLUMN, listing
+from vembed.data.columns import WEIGHT_COLUMN
 from vembed.redact import redact
 from vembed.text import cut, plural, quoted
 
@@ -13,22 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vembed.batch import Item
-    from vembed.data.columns import ColumnsRead
     from vembed.data.table import LoadedRecords, Record
-
-
-def columns_text(columns: ColumnsRead) -> str:
-    """Return every column in a line: "question as query, positive, bad_1, bad_2 as negatives (by their names)"."""
-    parts = []
-    for ours, theirs in columns.used.items():
-        part = listing(theirs) if [*theirs] == [ours] else f"{listing(theirs)} as {ours}"
-        part = f"{listing(theirs)} put before the positive" if ours == "title" else part
-        guessed = [name for name in theirs if name in columns.guessed]
-        some = f"{listing(guessed)} " if len(guessed) < len(theirs) else ""
-        by_name = "by its name" if len(guessed) == 1 else "by their names"
-        parts.append(f"{part} ({some}{by_name})" if guessed else part)
-    ignored = [f"ignored: {listing(columns.ignored)}"] if columns.ignored else []
-    return "; ".join([", ".join(parts)] * bool(parts) + ignored + [*columns.tables])
 
 
 def describe(path: str, loaded: LoadedRecords, *, parts: Mapping[str, int] | None = None) -> dict[str, str]:
@@ -46,7 +31,7 @@ def describe(path: str, loaded: LoadedRecords, *, parts: Mapping[str, int] | Non
     if loaded.num_invalid:
         facts.append(f"{plural(loaded.num_invalid, 'invalid row')} dropped")
     facts.append(plural(len(table.numbers("negatives")[1]), "hard negative"))
-    columns = columns_text(loaded.columns)
+    columns = loaded.columns.text
     said = {"data": "; ".join(facts), **({"columns": columns} if columns else {}), "example": example(table[0])}
     return {name: redact(text) for name, text in said.items()}
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from vembed.data.beir import read_beir
 from vembed.data.builtin import load_builtin_retrieval
+from vembed.data.check import ProblemLog
 from vembed.data.images import content_name
 from vembed.data.presets import preset_path
-from vembed.data.problems import ProblemLog
 from vembed.data.retrieval import RetrievalData
 from vembed.data.sources import BUILTIN_PREFIX, beir_folder, load_records
 from vembed.data.splits import SPLIT_NAMES, SourceOptions

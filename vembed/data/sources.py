@@ -19,6 +19,7 @@ from vembed import collector_paused
 from vembed.batch import modality_of
 from vembed.data.beir import BeirSplit, beir_rows, is_beir, read_beir_split
 from vembed.data.builtin import holds_pictures, load_builtin
+from vembed.data.check import Fault, RowChecker, UnclearLabels, block_of_texts
 from vembed.data.columns import ColumnResolver
 from vembed.data.formats import TableForm, format_of, iter_rows, suffix_of, table_form
 from vembed.data.hub import hub_rows, hub_split
@@ -29,8 +30,6 @@ from vembed.data.splits import SPLIT_NAMES, SourceOptions
 from vembed.data.table import LoadedRecords, Record
 from vembed.data.table_cache import kept_or_read
 from vembed.data.table_writer import RecordWriter
-from vembed.data.text_blocks import block_of_texts
-from vembed.data.validate import Fault, RowChecker, UnclearLabels
 from vembed.errors import DataError
 from vembed.files import home_path, is_folder
 from vembed.text import plural

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vembed.batch import ImageLimits
+from vembed.data.check import ProblemLog
 from vembed.data.columns import closest
 from vembed.data.image_root import ImageRoot
 from vembed.data.keys import DataKeys
-from vembed.data.problems import ProblemLog
 from vembed.errors import DataError
 
 if TYPE_CHECKING:

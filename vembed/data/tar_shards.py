@@ -187,9 +187,9 @@ def members(path: Path) -> Iterator[Member]:
     except ValueError as error:
         raise DataError(f"{path.name}: the shard is empty") from error
     at, extended, num_extended = 0, dict[str, str](), 0
-    # A shard is headers of 512 bytes, each followed by the member's bytes, filled up to a multiple of 512; two blocks of
-    # zeros end it. `at` goes from header to header, so that no byte of a picture is touched. Not `tarfile.open`: it takes
-    # a truncated shard, or one joined by `cat`, for a shorter one without a word.
+    # A shard is headers of 512 bytes, each followed by the member's bytes, filled up to a multiple of 512; two blocks
+    # of zeros end it. `at` goes from header to header, so that no byte of a picture is touched. Not `tarfile.open`: it
+    # takes a truncated shard, or one joined by `cat`, for a shorter one without a word.
     while True:
         block = bytes(shard[at : at + BLOCK_BYTES])
         if len(block) < BLOCK_BYTES:

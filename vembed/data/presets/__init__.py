@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from vembed.data.problems import ProblemLog
+    from vembed.data.check import ProblemLog
     from vembed.data.retrieval import RetrievalData
     from vembed.data.splits import SourceOptions
     from vembed.data.table import LoadedRecords

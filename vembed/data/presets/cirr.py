@@ -22,13 +22,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.batch import Composed
+from vembed.data.check import text_fault
 from vembed.data.formats import iter_rows
 from vembed.data.lines import json_object
 from vembed.data.presets.common import find_parts
 from vembed.data.retrieval import RetrievalData
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
-from vembed.data.texts import text_fault
 from vembed.errors import DataError
 
 if TYPE_CHECKING:

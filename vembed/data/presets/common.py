@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Image
+    from vembed.data.check import ProblemLog
     from vembed.data.image_root import ImageRoot
-    from vembed.data.problems import ProblemLog
 
 
 class PresetSource(NamedTuple):

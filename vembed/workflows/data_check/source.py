@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.batch import Composed, Image
+from vembed.data.check import AllProblems
 from vembed.data.near import BANDS, normalised, sketches
-from vembed.data.problems import AllProblems
 from vembed.data.sources import load_records
 from vembed.data.table import BLOCK_ROWS
 from vembed.errors import DataError

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.data import lines as lines_module
-from vembed.data.description import describe
 from vembed.data.keys import DataKeys
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import describe, read
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ ROWS = [["query", "positive"], ["what, is; red", "a red | thing"], ['say "hi"', 
 
 
 def loaded(path: Path, **keys: bool) -> LoadedRecords:
-    return load_records(str(path), SourceOptions("train", keys=DataKeys.model_validate(keys)))
+    return read(str(path), "train", DataKeys.model_validate(keys)).records()
 
 
 def pairs(path: Path) -> list[tuple[object, ...]]:

@@ -60,13 +60,6 @@ def encoding_fault(text: str) -> str | None:
     return None
 
 
-def id_fault(value: object, known: Container[str]) -> str | None:
-    """Return why a value is no new id, or None when it is one: a text or a whole number."""
-    if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-        return "missing, or neither a text nor a whole number"
-    return encoding_fault(str(value)) or (f"{quoted(str(value))} stands twice" if str(value) in known else None)
-
-
 def part_fault(value: object, *, needed: bool) -> str | None:
     """Return why a value can't be a document's title or text, or None; it may be empty, and missing unless needed."""
     if value is None:
@@ -629,6 +622,48 @@ def _class_label(value: object, column: str) -> str | int:
             raise Fault(column, f"{reason}; null means no label")
         return value
     raise Fault(column, f"a class label is a text or a whole number, not {describe(value)}")
+
+
+# --- Documents: an id, a title, a text, a picture
+
+
+def checked_id(value: object, column: str, known: Container[str]) -> str:
+    """Return the id of a row.
+
+    Raises:
+        Fault: It is no text or whole number, or is among the known ones.
+    """
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+        raise Fault(column, "missing, or neither a text nor a whole number")
+    name = str(value)
+    if reason := encoding_fault(name) or (f"{quoted(name)} stands twice" if name in known else None):
+        raise Fault(column, reason)
+    return name
+
+
+def document_text(row: Mapping[str, Any], column: str | None, *, needed: bool) -> str:
+    """Return the column `title` of a row, one space, and its text; either may be empty.
+
+    Raises:
+        Fault: One is no text, or the text is missing where it is needed.
+    """
+    title, text = row.get("title"), row.get(column) if column else None
+    for name, reason in (("title", part_fault(title, needed=False)), (column, part_fault(text, needed=needed))):
+        if reason is not None:
+            raise Fault(name or "", reason)
+    return title_and_text(title, text)
+
+
+def document_item(images: ImageRoot, row: Mapping[str, Any], column: str, where: str, text: str) -> Image | Composed:
+    """Return the picture of a row, or the pictures of a list, with a text or without as one item.
+
+    Raises:
+        Fault: A picture is refused.
+    """
+    try:
+        return images.item(row[column], name=where, text=text)
+    except PictureFault as fault:
+        raise Fault(column, fault.reason, escapes=fault.escapes) from fault
 
 
 # --- A block of rows at once

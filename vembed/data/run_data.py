@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id
-from vembed.data.description import describe, example
 from vembed.data.hold_out import ENOUGH_QUERIES, divide, held_out_task, hold_out, resolution_notes
 from vembed.data.keys import listed
 from vembed.data.overlap import JudgedSets
 from vembed.data.picture_survey import ItemCounts, PictureSizes, PictureSurvey
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records, refuse_missing
-from vembed.data.splits import SourceOptions
+from vembed.data.read import DataSource, describe, example, read
 from vembed.data.table import TEXT, LoadedRecords, RecordTable
 from vembed.errors import DataError
 from vembed.redact import redact
@@ -31,9 +28,9 @@ if TYPE_CHECKING:
 
     from vembed.batch import ImageLimits, Item, Side
     from vembed.data.columns import LossNeeds
+    from vembed.data.judged import RetrievalData
     from vembed.data.keys import DataKeys
     from vembed.data.overlap import Overlap
-    from vembed.data.retrieval import RetrievalData
     from vembed.data.table import ItemTable
 
 
@@ -192,19 +189,19 @@ def refuse_missing_data(keys: DataKeys) -> None:
         DataError: No training data is named, or a path leads nowhere.
         MachineError: A file can't be opened.
     """
-    for path, options in all_sources(keys):
-        refuse_missing(path, options)
+    for source in all_sources(keys):
+        source.refuse_missing()
 
 
-def all_sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:
-    """Return the path of each source of a run's data, and how it is read: training, dev, test and guard sets.
+def all_sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[DataSource]:
+    """Return each source of a run's data: training, dev, test and guard sets.
 
     Raises:
         DataError: No training data is named.
     """
     found = _sources(keys, loss)
     if keys.val_data_path is not None:
-        found.append((keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys, loss)))
+        found.append(read(keys.val_data_path, "validation", keys, split=keys.val_data_split, loss=loss))
     return [*found, *_judged(keys, loss)]
 
 
@@ -221,7 +218,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
     """
     refuse_missing_data(keys)
     sources = _sources(keys, loss)
-    paths, parts = [path for path, _ in sources], [load_records(path, options) for path, options in sources]
+    paths, parts = [source.path for source in sources], [source.records() for source in sources]
     loaded = _joined(parts, paths)
     if keys.source_batches == "single":  # each batch is of one source, so each source must teach something by itself
         for number, (path, part) in enumerate(zip(paths, parts, strict=True)):
@@ -231,8 +228,8 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
     records, notes = loaded.table, list(loaded.notes)
     dev = None
     if keys.val_data_path is not None:
-        options = SourceOptions("validation", keys.val_data_split, keys, loss)
-        dev = load_retrieval(keys.val_data_path, options, takes_pairs=True)
+        source = read(keys.val_data_path, "validation", keys, split=keys.val_data_split, loss=loss)
+        dev = source.judged(takes_pairs=True)
     judged = _told_apart(_judged(keys, loss))
     test = judged.pop(0)[1] if keys.test_data_path else None
     further = tuple(
@@ -266,8 +263,8 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
             notes.append("They are divided by content: one half chooses the checkpoint, the other gives the verdict.")
         records = records.subset(split.train_rows)
     notes += () if dev is None or dev.grades else resolution_notes(len(dev.queries))
-    counts = RecordCounts.of(records, sources[0][1].image_limits)
-    counts.items.require(keys.retrieval_mode, " and ".join(path for path, _ in sources))
+    counts = RecordCounts.of(records, sources[0].image_limits)
+    counts.items.require(keys.retrieval_mode, " and ".join(paths))
     given |= {"dev": dev, "test": test}
     named = {name: task for name, task in given.items() if task is not None}
     tasks = list(named.values())
@@ -328,31 +325,27 @@ def _leaking_rows(
     raise DataError(redact(f"{what}:{examples}\n{cure}"))
 
 
-def _judged(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:
-    """Return the path of each test set and each guard set, and how it is read."""
-    tests, guards = (
-        SourceOptions("test", keys.test_data_split, keys, loss),
-        SourceOptions("guard", keys.guard_data_split, keys, loss),
-    )
+def _judged(keys: DataKeys, loss: LossNeeds | None = None) -> list[DataSource]:
+    """Return each test set and each guard set."""
     return [
-        *((path, tests) for path in listed(keys.test_data_path)),
-        *((path, guards) for path in listed(keys.guard_data)),
+        *(read(path, "test", keys, split=keys.test_data_split, loss=loss) for path in listed(keys.test_data_path)),
+        *(read(path, "guard", keys, split=keys.guard_data_split, loss=loss) for path in listed(keys.guard_data)),
     ]
 
 
-def _told_apart(sources: Sequence[tuple[str, SourceOptions]]) -> list[tuple[str, RetrievalData]]:
+def _told_apart(sources: Sequence[DataSource]) -> list[tuple[str, RetrievalData]]:
     """Read test and guard sets and return each one's role and task; names that repeat become their paths."""
-    tasks = [load_retrieval(path, options, takes_pairs=True) for path, options in sources]
+    tasks = [source.judged(takes_pairs=True) for source in sources]
     counts = Counter(task.name for task in tasks)
     found: list[tuple[str, RetrievalData]] = []
-    for (path, options), task in zip(sources, tasks, strict=True):
-        whole = redact(f"{path}/{options.split}" if options.split else path)
-        found.append((options.role, replace(task, name=whole) if counts[task.name] > 1 else task))
+    for source, task in zip(sources, tasks, strict=True):
+        whole = redact(f"{source.path}/{source.split}" if source.split else source.path)
+        found.append((source.role, replace(task, name=whole) if counts[task.name] > 1 else task))
     return found
 
 
-def _sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:
-    """Return the path of each source of the training data, and how it is read.
+def _sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[DataSource]:
+    """Return each source of the training data.
 
     Raises:
         DataError: No training data is named.
@@ -360,13 +353,13 @@ def _sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, S
     if keys.data is None and keys.data_path is None:
         raise DataError(f"data_path is not set; --config_override data_path={SUGGESTED_SET} trains on a built-in set")
     if keys.data_path is not None:
-        return [(keys.data_path, SourceOptions("train", keys.data_split, keys, loss))]
+        return [read(keys.data_path, "train", keys, split=keys.data_split, loss=loss)]
     found = []
     for number, source in enumerate(keys.data or ()):
         mapping = keys.column_mapping if source.column_mapping is None else source.column_mapping
         own = keys.model_copy(update={"column_mapping": mapping})
         needs = None if loss is None else loss.for_source(number)
-        found.append((source.path, SourceOptions("train", source.split, own, needs)))
+        found.append(read(source.path, "train", own, split=source.split, loss=needs))
     return found
 
 
@@ -378,12 +371,12 @@ def _read(
     Args:
         uses: What rows are for that aren't trained on -> how many of each source.
     """
-    read: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for place, (path, part) in enumerate(zip(paths, loaded, strict=True)):
         end = f" {place + 1}" if len(loaded) > 1 else ""
         counts = {use: int(count[place]) for use, count in uses.items()}
-        read |= {f"{label}{end}": line for label, line in describe(path, part, parts=counts).items()}
-    return read
+        lines |= {f"{label}{end}": line for label, line in describe(path, part, parts=counts).items()}
+    return lines
 
 
 def _joined(loaded: Sequence[LoadedRecords], paths: Sequence[str]) -> LoadedRecords:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.data.columns import closest
+from vembed.data.keys import SPLIT_NAMES, Role, role_of, split_for
 from vembed.data.presets import cirr, flickr30k, sop
 from vembed.data.presets.common import PresetSource
-from vembed.data.splits import SPLIT_NAMES, Role, role_of, split_for
 from vembed.errors import DataError
 from vembed.files import home_path, is_folder
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.data.check import ProblemLog
-    from vembed.data.retrieval import RetrievalData
-    from vembed.data.splits import SourceOptions
+    from vembed.data.judged import RetrievalData
+    from vembed.data.read import DataSource
     from vembed.data.table import LoadedRecords
 
 
@@ -56,31 +56,31 @@ class PresetPath(NamedTuple):
     name: str  # a key of `PRESETS`
     folder: Path
 
-    def records(self, options: SourceOptions, log: ProblemLog) -> LoadedRecords:
-        """Return the records of the split that the options ask for.
+    def records(self, wanted: DataSource, log: ProblemLog) -> LoadedRecords:
+        """Return the records of the split that is wanted.
 
         Raises:
             DataError: Something is missing or broken, or there is no such split.
         """
-        split, source = self._opened(options, log)
+        split, source = self._opened(wanted, log)
         return PRESETS[self.name].load(source, split)
 
-    def retrieval(self, options: SourceOptions, log: ProblemLog) -> RetrievalData:
-        """Return the split that the options ask for as a task.
+    def retrieval(self, wanted: DataSource, log: ProblemLog) -> RetrievalData:
+        """Return the split that is wanted as a task.
 
         Raises:
             DataError: Something is missing or broken, or there is no such split.
         """
-        split, source = self._opened(options, log)
+        split, source = self._opened(wanted, log)
         return PRESETS[self.name].load_retrieval(source, split)
 
-    def _opened(self, options: SourceOptions, log: ProblemLog) -> tuple[str, PresetSource]:
+    def _opened(self, wanted: DataSource, log: ProblemLog) -> tuple[str, PresetSource]:
         if not is_folder(self.folder):
-            raise DataError(f"{options.path_key}: {self.label}: there is no folder {self.folder}")
-        split = _split(self.name, options.split, options.role)
-        root = options.keys.image_root
+            raise DataError(f"{wanted.path_key}: {self.label}: there is no folder {self.folder}")
+        split = _split(self.name, wanted.split, wanted.role)
+        root = wanted.keys.image_root
         image_folder = self.folder if root is None else home_path(root)
-        return split, PresetSource(self.label, self.folder, options.images(self.folder), image_folder, log)
+        return split, PresetSource(self.label, self.folder, wanted.images(self.folder), image_folder, log)
 
 
 def preset_path(path: str) -> PresetPath | None:

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vembed.batch import Composed
 from vembed.data.check import text_fault
 from vembed.data.formats import iter_rows
+from vembed.data.judged import RetrievalData
 from vembed.data.lines import json_object
 from vembed.data.presets.common import find_parts
-from vembed.data.retrieval import RetrievalData
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError

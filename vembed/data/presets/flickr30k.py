@@ -22,9 +22,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.data.check import encoding_fault, text_fault
+from vembed.data.judged import RetrievalData
 from vembed.data.lines import json_object, text_rows
 from vembed.data.presets.common import find_parts
-from vembed.data.retrieval import RetrievalData
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError

@@ -16,10 +16,10 @@ from vembed.workflows.data_check.profile import odd_texts, profile_of
 from vembed.workflows.data_check.source import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import DataSource
     from vembed.evaluation.encode import ItemEncoder
     from vembed.workflows.data_check.profile import Profile
 
@@ -43,16 +43,15 @@ class DataCheck:
 
 
 def check_data(
-    path: str,
-    options: SourceOptions,
-    against: Mapping[str, SourceOptions],
+    data: DataSource,
+    against: Sequence[DataSource],
     folder: Path,
     encode: ItemEncoder | None = None,
 ) -> DataCheck:
-    """Check the data that a path names.
+    """Check a data set.
 
     Args:
-        against: Evaluation data by path, whose queries and documents must not be in the data.
+        against: Evaluation data, whose queries and documents must not be in the data.
         folder: Gets what doesn't fit memory: rows and vectors; the caller removes it.
         encode: Counts tokens, and looks for unlabelled answers.
 
@@ -60,12 +59,12 @@ def check_data(
         VembedError: No row can be read, or the model doesn't take them.
     """
     (folder / "data").mkdir()
-    source = Source.read(path, options, folder / "data")
+    source = Source.read(data, folder / "data")
     notes, findings = list(source.notes), broken_rows(source)
-    for number, (name, test_options) in enumerate(against.items()):
+    for number, test_data in enumerate(against):
         (folder / f"against-{number}").mkdir()
-        label = f"{name} ({test_options.split})" if test_options.split else name
-        test = Source.read(name, test_options, folder / f"against-{number}", label)
+        label = f"{test_data.path} ({test_data.split})" if test_data.split else test_data.path
+        test = Source.read(test_data, folder / f"against-{number}", label)
         notes += [f"{label}: {note}" for note in test.notes]
         leaked, left_out = leaks(source, test)
         notes += left_out
@@ -73,7 +72,7 @@ def check_data(
             sizes = plural(len(test.queries), "query", "queries"), plural(len(test.positives), "answer")
             notes.append(f"{label}: none of its {sizes[0]} and {sizes[1]} is in the training data.")
         findings += [*broken_rows(test), *leaked]
-    findings += [*contradictions(source), *check_pictures(source, options.image_limits)]
+    findings += [*contradictions(source), *check_pictures(source, data.image_limits)]
     tokens, texts = None, odd_texts(source)
     if encode is not None:
         from vembed.workflows.data_check.with_model import false_negatives, token_lengths  # brings torch

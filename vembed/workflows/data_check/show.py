@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from vembed.batch import Composed, pictures_in
 from vembed.data.columns import listing
 from vembed.data.images import check_image
-from vembed.data.sources import load_records
 from vembed.pages.text import clip, one_line
 from vembed.text import plural
 
@@ -16,28 +15,28 @@ if TYPE_CHECKING:
 
     from vembed.batch import ImageLimits, Item, Side
     from vembed.data.columns import ColumnsRead
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import DataSource
     from vembed.data.table import Record
     from vembed.models.encoder import Encoder
 
 SHOWN_CHARACTERS = 400
 
 
-def shown_rows(path: str, options: SourceOptions, count: int, encoder: Encoder | None) -> Iterator[str]:
+def shown_rows(source: DataSource, count: int, encoder: Encoder | None) -> Iterator[str]:
     """Yield lines that show the first rows of a data set.
 
     Args:
         encoder: Adds prompts and tokens; None shows the bare texts.
 
     Raises:
-        VembedError: As `load_records`.
+        VembedError: As `DataSource.records`.
     """
-    loaded = load_records(path, options)
-    yield f"{path}: {plural(len(loaded.table), 'row')}, {plural(len(loaded.table.items), 'distinct item')}"
+    loaded = source.records()
+    yield f"{source.path}: {plural(len(loaded.table), 'row')}, {plural(len(loaded.table.items), 'distinct item')}"
     yield from (f"  {line}" for line in (*_columns(loaded.columns), *loaded.notes))
     for record in loaded.table.take(range(min(count, len(loaded.table)))):
-        usual = {column.name: column.default for column in options.loss.columns} if options.loss else {}
-        yield from ("", *_row(record, encoder, options.image_limits, usual))
+        usual = {column.name: column.default for column in source.loss.columns} if source.loss else {}
+        yield from ("", *_row(record, encoder, source.image_limits, usual))
 
 
 def _columns(columns: ColumnsRead) -> list[str]:

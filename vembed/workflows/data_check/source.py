@@ -5,7 +5,7 @@ Memory beside the rows, which lie on disk: 53 bytes for each distinct item, 8 fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ import numpy as np
 from vembed.batch import Composed, Image
 from vembed.data.check import AllProblems
 from vembed.data.near import BANDS, normalised, sketches
-from vembed.data.sources import load_records
 from vembed.data.table import BLOCK_ROWS
 from vembed.errors import DataError
 from vembed.pages.text import clip
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import DataSource
     from vembed.data.table import ItemColumn, RecordTable
 
 SHOWN_CHARACTERS = 160
@@ -64,7 +63,7 @@ class Source:
     problems: AllProblems
 
     @classmethod
-    def read(cls, path: str, options: SourceOptions, folder: Path, name: str = "") -> Source:
+    def read(cls, data: DataSource, folder: Path, name: str = "") -> Source:
         """Read a data set, however many of its rows are broken.
 
         Args:
@@ -72,17 +71,17 @@ class Source:
             name: What to call it; by default as the path.
 
         Raises:
-            VembedError: As `load_records`, where no row can be read.
+            VembedError: As `DataSource.records`, where no row can be read.
         """
         problems = AllProblems()
         try:
-            loaded = load_records(path, replace(options, problems=problems, scratch=folder))
+            loaded = data.records(problems, folder)
         except DataError as error:
             if not problems.count:
                 raise
-            raise DataError(f"{error}\n{problems.listing(path)}") from error
+            raise DataError(f"{error}\n{problems.listing(data.path)}") from error
         notes = tuple(note for note in loaded.notes if note not in problems.notes())
-        return cls(name or path, loaded.table, notes, problems)
+        return cls(name or data.path, loaded.table, notes, problems)
 
     def numbers(self, column: ItemColumn) -> NDArray[np.int64]:
         """Return the distinct items of a column, as numbers in the table's items."""

@@ -148,6 +148,15 @@ class DataSource:
         root = self.keys.image_root
         return ImageRoot(folder if root is None else Path(root), self.image_limits)
 
+    def new_columns(self) -> ColumnResolver:
+        """Return what resolves the columns of the rows.
+
+        Raises:
+            ConfigError: `column_mapping` names a target that records don't have, or one target twice.
+        """
+        # One mapping serves all sets: in others than the training set, too, it may name a column that the loss reads.
+        return ColumnResolver(self.keys.column_mapping, () if self.loss is None else tuple(self.loss.columns))
+
     def refuse_missing(self) -> None:
         """Refuse a path where no file is, or one that can't be opened, without reading any.
 
@@ -165,16 +174,17 @@ class DataSource:
         Raises:
             VembedError: As `records`.
         """
-        loader = _Loader(self, keeps=False)
+        columns = self.new_columns()  # refuses a wrong column_mapping, whatever the kind of set
         if self.files:
+            loader = _Loader(self, keeps=False)
             loader.read_file(self.files[0], most=FIRST_ROWS)
             is_alone = len(self.files) == 1
             loader.check_first(self.path if is_alone else str(self.files[0]), is_alone=is_alone)
+            return Peek(loader.columns.read(), frozenset(loader.modalities))
         # Drawing the rows of a built-in set takes seconds: it states whether they have pictures.
         builtin = self.path.removeprefix(BUILTIN_PREFIX) if self.kind == "builtin" else ""
-        if self.kind == "published" or (builtin in DATASETS and DATASETS.load(builtin).holds_pictures):
-            loader.modalities.add("image")
-        return Peek(loader.columns.read(), frozenset(loader.modalities))
+        has_pictures = self.kind == "published" or (builtin in DATASETS and DATASETS.load(builtin).holds_pictures)
+        return Peek(columns.read(), frozenset({"image"} if has_pictures else ()))
 
     def raw_rows(self, count: int) -> list[dict[str, object]]:
         """Return the first rows of local files as they are written, without those that can't be read.
@@ -310,8 +320,7 @@ class _Loader:
         self._source, self._keeps, self._folder = source, keeps, folder
         self.loss = source.loss if source.role == "train" else None
         self.extra = () if self.loss is None else tuple(self.loss.columns)
-        # One mapping serves all sets: in others than the training set, it may send a column to one that a loss reads.
-        self.columns = ColumnResolver(keys.column_mapping, () if source.loss is None else tuple(source.loss.columns))
+        self.columns = source.new_columns()
         self._problems = problems
         self.log = problems or ProblemLog(keys.max_invalid_records if keys.skip_invalid_records else None)
         self._unclear = UnclearLabels()

@@ -68,8 +68,9 @@ def register_format(suffix: str) -> Callable[[PluginRows], PluginRows]:
 
     The function takes the file's path and yields (line counted from 1, row) in order. A row is a dictionary with the
     columns of docs/data.md, or a text that says why it can't be read; columns, values and invalid rows are treated as
-    those of JSONL. It raises `DataError` with file:line where it can't read on; an `OSError` of the system is told with
-    the file's name. Such files work wherever rows are read: as training data, judged sets and corpora.
+    those of JSONL. It raises `DataError` with file:line where it can't read on; a `ValueError` or `EOFError` of a
+    decoder, or an `OSError` of the system, is told with the file's name. Such files work wherever rows are read: as
+    training data, judged sets and corpora. `vembed.testing.formats.FormatContract` has the tests of a format.
 
     Args:
         suffix: In lower case, with its dot: ".xml".
@@ -82,8 +83,13 @@ def register_format(suffix: str) -> Callable[[PluginRows], PluginRows]:
 
     def register(function: PluginRows) -> PluginRows:
         def rows(path: Path, _: Wanted) -> Iterator[RawRow]:
-            for line, row in function(path):
-                yield line, row if isinstance(row, str) else row_or_reason(row)
+            line = 0
+            try:
+                for line, row in function(path):
+                    yield line, row if isinstance(row, str) else row_or_reason(row)
+            except (ValueError, EOFError) as error:  # of Python's decoders; any other error is a fault of the code
+                reason = str(error) or type(error).__name__
+                raise DataError(f"{path.name}:{line}: can't be read on as {suffix}: {reason}") from error
 
         FORMATS.register(suffix[1:], RowFormat(rows), module=function.__module__)
         return function

@@ -43,6 +43,7 @@ def text_fault(value: object) -> str | None:
         return f"expected text, got {describe(value)}"
     if not value or value.isspace():
         return "blank text" if value else "empty text"
+    # A flag of the string itself, in no time: only other texts are encoded to see whether they can be.
     if value.isascii():
         return "holds a NUL byte" if "\0" in value else None
     return encoding_fault(value)
@@ -179,6 +180,7 @@ class ProblemLog:
             column: The column at fault, None for the row as a whole.
             may_drop: Whether it may be dropped; False refuses the source.
         """
+        # Memory stays bounded however many rows are wrong: a count for each kind, and the first three rows of it.
         self.count += 1
         self._num_never_dropped += not may_drop
         reason, general = _in_general(reason)
@@ -256,7 +258,7 @@ MOST_DIGITS = 64
 
 
 class Fault(Exception):  # noqa: N818 - a verdict on one row that never leaves this room, not an error of the program
-    """What is wrong with one row.
+    """Reason to refuse one row.
 
     Args:
         column: The column at fault; empty for the row as a whole.
@@ -319,6 +321,7 @@ class RowChecker:
         Raises:
             Fault: A column is missing, of the wrong type, empty, or contradicts another.
         """
+        # In this order, so that a row with several faults is refused for the first that a reader of it would see.
         query = self._query(row, shape, where)
         positives = self._positives(row, shape, where)
         negatives = self._negatives(row, shape, where, positives)
@@ -476,6 +479,8 @@ class RowChecker:
 
     def _is_unclear(self, cell: object, column: str, items: Sequence[Item], where: str) -> bool:
         """Return whether a label may say something else than a class, and note it then."""
+        # 1.0 beside two texts may be a class, a truth or a grade, and training on the wrong one fails without a word.
+        # Whole numbers beside a picture are the classes of products and species; fractions are grades anywhere.
         number = _truth_or_number(cell)
         of_texts = all(isinstance(item, str) for item in items)
         is_truth = isinstance(number, bool)
@@ -603,6 +608,7 @@ def _number_in(cell: object, *, cells_are_text: bool) -> int | float | None:
     """Return the number of a cell, possibly not finite; None where it holds none. CSV writes numbers as texts."""
     if isinstance(cell, (int, float)) and not isinstance(cell, bool):
         return cell if abs(cell) < 2**63 or isinstance(cell, float) else math.inf
+    # Not `float(cell)`, which also takes "nan", "1_000" and digits of other scripts.
     if not (cells_are_text and isinstance(cell, str) and _NUMBER.fullmatch(cell.strip())):
         return None
     is_whole = cell.strip().lstrip("+-").isdecimal() and len(cell) < MOST_DIGITS
@@ -610,6 +616,7 @@ def _number_in(cell: object, *, cells_are_text: bool) -> int | float | None:
 
 
 def _class_label(value: object, column: str) -> str | int:
+    # Parquet and pandas write a column of whole numbers with gaps as floats: 7.0 is the class 7.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -697,6 +704,7 @@ def _even(columns: Sequence[list[Any]]) -> ItemRows | None:
         if len(sizes) > 1:
             return None
         widths.append(sizes.pop())
+        # Column by column, then woven: texts[n::width] is the n-th item of every row.
         flat = column if kinds == {str} else list(chain.from_iterable(column))
         parts += [flat[number :: widths[-1]] for number in range(widths[-1])]
     texts: list[Any] = [None] * (len(parts) * len(columns[0]))

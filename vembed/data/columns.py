@@ -251,6 +251,7 @@ class ColumnResolver:
         """
         shape = self._shapes.get(names)
         if shape is None:
+            # Random column names would fill memory; an honest file has a handful of shapes.
             if len(self._shapes) >= MAX_SHAPES:
                 self._shapes.clear()
             shape = self._shapes[names] = self._resolve(names, where=where)
@@ -272,6 +273,7 @@ class ColumnResolver:
             DataError: A mapped column was never seen.
         """
         for name, target in self._mapping.items():
+            # In a dev or test set, a column to drop, or one that only the training loss reads, need not be there.
             may_miss = not trains and (target is None or self._canonical.get(target) in self._extra)
             if name not in self._seen and not may_miss:
                 msg = (
@@ -444,6 +446,7 @@ def _guessed(
     Raises:
         DataError: Two columns may be the picture.
     """
+    # Negatives first: what the row names as such leaves nothing to guess.
     guesses: dict[str, str] = {}
     if not {"negatives", "negative_images"} & {*columns}:
         guesses = {name: "negatives" for name in free if looks_like_negative(name)}

@@ -127,7 +127,7 @@ class Corpus:
         if self._file is None:
             yield from self._of_task()
             return
-        known: set[str] = set()
+        known: set[str] = set()  # all that grows with the corpus: about 100 bytes for each id
         # After the first problem nothing more is yielded: the rest is read for its problems only.
         for document in self._of_pictures(self._file) if is_folder(self._file) else self._of_rows(self._file, known):
             if not self._log.count:
@@ -185,6 +185,7 @@ class Corpus:
     def _of_rows(self, file: Path, known: set[str]) -> Iterator[Document]:
         """Yield the documents of the rows of a file: of each row one, or each picture of a row without an id."""
         images = self._source.images(file.parent)
+        # A .txt file is a table where rows are trained on, and one document a line here.
         rows = self._lines(file) if file.name.lower().endswith(TEXT_FILES) else iter_rows(file, self._wanted(file.name))
         for line, row in rows:
             where = f"{file.name}:{line}"
@@ -246,6 +247,7 @@ class Corpus:
         id_column = _first_of(row, self._id, ID_COLUMNS)
         if self._id is not None and id_column is None:
             raise Fault("", _no_column("id_column", (self._id,), row))
+        # With an id the pictures of a row are one document, without each of them is one.
         cells = [row[column]] if id_column is not None or not isinstance(row[column], list) else row[column]
         # Beside a picture without an id `text` is its caption, as in training data.
         text_column = _first_of(row, self._text, TEXT_COLUMNS[:1])
@@ -257,7 +259,8 @@ class Corpus:
             raise Fault(caption_column, reason)
         for cell in cells:
             item = document_item(images, {column: cell}, column, where, text)
-            named = (part.get("path") if isinstance(part, Mapping) else part for part in _listed(cell))
+            parts = cell if isinstance(cell, list) else [cell]
+            named = (part.get("path") if isinstance(part, Mapping) else part for part in parts)
             paths = [path for path in named if isinstance(path, str) and path]
             if reason := encoding_fault("".join(paths)):
                 raise Fault(column, reason)
@@ -317,14 +320,11 @@ def _files_below(folder: Path) -> Iterator[tuple[Path, bool]]:
     def refuse(error: OSError) -> None:
         raise MachineError(f"{error.filename}: the folder can't be listed: {error.strerror}") from error
 
+    # Sorted by the caller: `os.walk` gives the order of the file system, which differs between machines.
     for inner, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             yield Path(inner) / name, name.lower().endswith(PICTURE_SUFFIXES) and not name.startswith(".")
-
-
-def _listed(cell: object) -> list[object]:
-    return cell if isinstance(cell, list) else [cell]
 
 
 def _first_of(names: Iterable[str], asked: str | None, usual: tuple[str, ...]) -> str | None:

@@ -262,10 +262,10 @@ SAMPLE_LINES, SAMPLE_BYTES = 1000, 2**20
 
 
 class TableForm(NamedTuple):
-    """How the cells of a table are told apart."""
+    """Delimiter of a table, and whether its cells may stand in quotes."""
 
     delimiter: str
-    has_quotes: bool = True  # whether cells may stand in quotes
+    has_quotes: bool = True
 
     def reader(self, texts: Iterator[str]) -> Any:
         """Return a csv reader, which refuses a quote that is never closed instead of reading on to the end."""

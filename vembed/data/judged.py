@@ -90,6 +90,8 @@ class RetrievalData:
         searched, as no number of this task is about them (a corpus of captions then holds those of its split alone);
         documents that are relevant to no query don't ask.
         """
+        # Queries and documents change places, and everything that names pairs is turned round: judgements, exclusions
+        # and candidates. `cutoffs` stay; `grades` have no direction, and such a set is never reversed.
         asked = {query for query, grades in self.qrels.items() if any(grade > 0 for grade in grades.values())}
         documents = {query: item for query, item in self.queries.items() if query in asked}
         qrels: dict[str, dict[str, int]] = {}
@@ -148,6 +150,7 @@ def task_from_records(table: RecordTable, name: str, label_kind: str) -> Retriev
 
 def _graded_task(table: RecordTable, name: str, kind: PairKind) -> RetrievalData:
     """Make a task of the pairs of records; of a pair that comes again the mean of its grades counts."""
+    # Items are named by their content; the cache hashes a picture once, however many rows hold it.
     digest = cache(content_name)
     queries: dict[str, Item] = {}
     documents: dict[str, Item] = {}

@@ -318,6 +318,7 @@ class SamplingKeys(Section):
 
 def split_for(available: Collection[str], split: str | None, role: Role) -> str | None:
     """Return the split to read, the user's choice or the role's; None when there is none."""
+    # A split that the user names is never replaced by another that the role would take.
     names = SPLIT_NAMES[role] if split is None else (split,)
     return next((name for name in names if name in available), None)
 

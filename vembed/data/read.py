@@ -92,7 +92,13 @@ class Peek(NamedTuple):
 
 
 class DataSource:
-    """A path with a role, and how it is to be read."""
+    """A path with a role, and how it is to be read; `read` makes it.
+
+    Attributes:
+        path_key: What the user calls the path, for errors: a config key, an option or an argument.
+        split_key: The same of the split.
+        image_limits: Caps on each picture.
+    """
 
     def __init__(
         self,
@@ -116,6 +122,7 @@ class DataSource:
     @cached_property
     def kind(self) -> Literal["builtin", "published", "beir", "rows"]:
         """The kind of set; "rows" are local files or a hub set. The first three have judgements or fixed columns."""
+        # Names before files: a local file whose name begins like a set is named with its folder, `./builtin:x.jsonl`.
         if self.path.startswith(BUILTIN_PREFIX):
             return "builtin"
         if self.preset is not None:
@@ -338,6 +345,7 @@ class _Loader:
         """Check the rows of a local file, or the first `most` of them, and keep the valid ones."""
         images = self._source.images(file.parent)
         if most is None and (suffix_of(file) or "").startswith(".jsonl"):
+            # The collector would visit every row that is a Python object, again and again.
             with collector_paused():
                 self._read_blocks(file, images)
             return
@@ -353,6 +361,8 @@ class _Loader:
         self._has_header = False
         defaults = {each.name: each.typed(each.default) for each in self.extra}
         for block in line_blocks(file):
+            # Three paths, each slower and more careful than the one before: a block of texts at once (no Python per
+            # row), a block of rows that are alike (parsed at once, checked one by one), and line by line.
             rows = rows_alike(block)
             if rows is None:
                 self.read(jsonl_rows(block.numbered()), images, file=file.name)
@@ -370,6 +380,7 @@ class _Loader:
         """Check the rows of one file and keep the valid ones."""
         columns, log = self.columns, self.log
         self._has_header = cells_are_text
+        # A checker for each file: its pictures' paths start from its folder.
         checker = RowChecker(
             images,
             cells_are_text=cells_are_text,
@@ -401,7 +412,7 @@ class _Loader:
             query, positives, negatives, label, scores, numbers = fields
             if not self._keeps:
                 self.modalities.update(map(modality_of, (query, *positives, *negatives)))
-            elif not log.refused:
+            elif not log.refused:  # else the rest is read for its problems alone
                 self._writer.add(
                     query,
                     positives=positives,
@@ -447,6 +458,7 @@ class _Loader:
         return self.finish(self._source.path)
 
     def _keep(self, record: Record) -> None:
+        # A plugin's record was checked by its maker; what the loss asks for is all that can be missing.
         for column in self.extra:
             if column.required and column.name not in record.columns and self.loss is not None:
                 needed = f"loss_type {self.loss.name} needs it: {column.meaning}"
@@ -543,6 +555,7 @@ class _Loader:
             "lists": "label_kind: grade, and as label or score a list of numbers, one for each of its documents",
         }
         wanted = " or ".join(needs[each] for each in sorted(loss.takes) if each in needs)
+        # One walk over all records, for losses of pairs and classes only.
         for record in table:
             has = {"classes": record.label is not None, "pairs": bool(record.scores), "lists": len(record.scores) > 1}
             if not any(has.get(each) for each in loss.takes):

@@ -96,6 +96,7 @@ def _saved_files(folder: Path, source: DataSource) -> tuple[list[Path], tuple[st
         splits = json_object(folder / "dataset_dict.json").get("splits")
         if not isinstance(splits, list) or not all(map(is_plain, splits)):
             raise DataError(f"{folder / 'dataset_dict.json'}: expected the names of splits under 'splits'")
+        # The names come from a file, and become parts of paths: `is_plain` keeps them inside of the folder.
         chosen = split_for(splits, source.split, source.role)
         if chosen is None:
             raise missing_split(folder, splits, source.split, source.role, source.split_key)
@@ -115,6 +116,7 @@ def _saved_files(folder: Path, source: DataSource) -> tuple[list[Path], tuple[st
 
 def _numbered(path: str, key: str) -> list[Path]:
     """Return the files that a path with {000..127} names, all of which must be there."""
+    # Several ranges in one path multiply, so the count is checked before the names are made.
     names = [path]
     while match := _NUMBERED.search(names[0]):
         first, last = match[1], match[2]
@@ -162,6 +164,7 @@ def _folder_files(folder: Path, source: DataSource) -> tuple[list[Path], tuple[s
         match = SHARD.fullmatch(path.name[: -len(suffix_of(path) or "")])
         splits[path] = match["split"] if match else path.name
     known = {name for names in SPLIT_NAMES.values() for name in names}
+    # Names such as part-0 and part-1 tell no splits apart: then all files are read.
     if source.split is None and not known & set(splits.values()):
         return _of_one_kind(files, str(folder)), ()
     chosen = split_for(set(splits.values()), source.split, source.role)

@@ -122,6 +122,8 @@ def shard_rows(path: Path) -> Iterator[RawRow]:
         stem, _, extension = base.partition(".")
         if not stem or not extension:
             raise _refused(path, member.name, "a member's name is KEY.EXTENSION, such as 0001.jpg")
+        # Members of one key follow each other, as writers of WebDataset promise: a sample is complete where the next
+        # key begins, so that one sample is in memory, and a key that comes again is an error.
         if (own := f"{folder}/{stem}") != key:
             if number:
                 yield number, problem or row

@@ -57,6 +57,13 @@ def test_dictionaries_are_read_as_rows_of_a_file_are(add: Callable[..., None]) -
     assert [document.text for document in read("builtin:toy-set", "test").documents()] == ["p0"]
 
 
+def test_columns_of_training_rows_mean_nothing_to_a_corpus(add: Callable[..., None]) -> None:
+    add(lambda split: ROWS)
+    of_training = DataKeys(column_mapping={"anchor": "positive", "positive": "query", "mine": None}, label_kind="pair")
+    documents = list(read("builtin:toy-set", "train", of_training).documents())
+    assert [document.text for document in documents] == ["p0", "p1", "p2"]
+
+
 def test_pictures_come_as_bytes(add: Callable[..., None]) -> None:
     add(lambda _: [{"query": "red", "image": png("red")}])
     (record,) = read("builtin:toy-set", **TRAIN).records().table

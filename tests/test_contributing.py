@@ -114,6 +114,32 @@ def test_a_set_of_a_plugin_is_trained_on_and_evaluated(vembed, bag: Path, tmp_pa
     assert "my_sets.py) registers data set sums" in (tmp_path / "run/plan.json").read_text()
 
 
+@pytest.mark.slow
+def test_a_format_of_a_plugin_is_read_by_commands_and_its_printed_tests_pass(vembed, tmp_path: Path) -> None:
+    write_recipe(tmp_path, "my_formats")
+    write_recipe(tmp_path, "test_my_formats")
+    (tmp_path / "rows.pairs").write_text("what is red => a red thing\nwhat is blue => a blue thing\nno arrow\n")
+    unknown = vembed("data", "show", "rows.pairs")
+    assert unknown.returncode == 3
+    assert "rows.pairs: unknown kind of file; expected .jsonl, .json, " in unknown.stderr
+    refused = vembed("--plugins", "my_formats", "data", "show", "rows.pairs")
+    assert refused.returncode == 3
+    assert "rows.pairs:3: there is no => in the line" in refused.stderr
+    (tmp_path / "config.yaml").write_text(
+        "plugins: [my_formats]\nmodel_name: builtin:ngram-bag\ndata_path: rows.pairs\ntest_data_path: rows.pairs\n"
+    )
+    (tmp_path / "rows.pairs").write_text("what is red => a red thing\nwhat is blue => a blue thing\n")
+    shown = vembed("--plugins", "my_formats", "data", "show", "rows.pairs")
+    assert shown.returncode == 0, shown.stderr
+    assert "a blue thing" in shown.stdout
+    done = vembed("train", "config.yaml", "--validate")
+    assert done.returncode == 0, done.stderr
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_formats.py"]
+    tests = run_warm(words, cwd=tmp_path, env=os.environ, scratch=tmp_path)
+    assert tests.returncode == 0, tests.stdout
+    assert " passed" in tests.stdout
+
+
 BROKEN = """
 import vembed
 from vembed.training.trackers import Tracker

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vembed.api.training import RunResult, Trainer, compare, train
     from vembed.config.schema import Config
     from vembed.data.builtin import register_dataset
+    from vembed.data.formats import register_format
     from vembed.entrypoints.command import register_command
     from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError, VembedError
     from vembed.evaluation.metrics import register_metric
@@ -64,6 +65,7 @@ __all__ = [
     "register_dataset",
     "register_encoder",
     "register_family",
+    "register_format",
     "register_loss",
     "register_metric",
     "register_tracker",
@@ -83,6 +85,7 @@ _MODULES = {
         *("ConfigError", "DataError", "MachineError", "NonFiniteError", "PreemptedError", "VembedError"),
     ),
     "vembed.data.builtin": ("register_dataset",),
+    "vembed.data.formats": ("register_format",),
     "vembed.entrypoints.command": ("register_command",),
     "vembed.evaluation.metrics": ("register_metric",),
     "vembed.losses.registry": ("register_loss",),

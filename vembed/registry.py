@@ -194,6 +194,23 @@ DATASETS = Registry(
 )
 """Name after `builtin:` in data_path -> a `BuiltinSet` (vembed/data/builtin/__init__.py)."""
 
+FORMATS = Registry(
+    "data format",
+    {
+        f"{suffix}{packed}": f"vembed.data.formats:{entry}"
+        for packed in ("", ".gz")
+        for suffix, entry in (
+            ("jsonl", "JSONL"),
+            ("json", "JSON"),
+            ("csv", "TABLE"),
+            ("tsv", "TABLE"),
+            ("txt", "TABLE"),
+        )
+    }
+    | {suffix: f"vembed.data.formats:{suffix.upper()}" for suffix in ("parquet", "arrow", "tar")},
+)
+"""Suffix of a file of rows, without its first dot -> a `RowFormat` (vembed/data/formats.py)."""
+
 
 def import_plugins(names: object) -> None:
     """Import the modules that the key `plugins` names; one that is imported already is left as it is.

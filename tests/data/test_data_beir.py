@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed.data.beir import find_split, read_beir
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.judged import find_split, read_beir
+from vembed.data.read import read
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.data.splits import Role
+    from vembed.data.keys import Role
 
 QRELS = "query-id\tcorpus-id\tscore\n"
 
@@ -31,7 +30,7 @@ def append(path: Path, row: dict[str, object]) -> None:
 
 
 def test_a_folder_becomes_a_task(beir_files: Path) -> None:
-    task = read_beir(beir_files, None, "test")
+    task = read_beir(beir_files, None, "test").data
     assert task.name == "tiny/test"
     assert task.documents == {"d1": "Red a red thing", "d2": "a blue thing", "d3": "Green"}
     assert task.queries == {"q1": "which is red", "q2": "which is blue"}
@@ -40,11 +39,11 @@ def test_a_folder_becomes_a_task(beir_files: Path) -> None:
 
 
 def test_scifact_has_its_published_counts(real_data: Path) -> None:
-    task = read_beir(real_data / "scifact", None, "test")
+    task = read_beir(real_data / "scifact", None, "test").data
     assert (len(task.documents), len(task.queries)) == (5183, 300)
     assert sum(len(grades) for grades in task.qrels.values()) == 339
     assert task.queries.keys() == task.qrels.keys()
-    train = load_records(str(real_data / "scifact"), SourceOptions("train")).table
+    train = read(str(real_data / "scifact"), "train").records().table
     assert (len(train), sum(len(record.positives) for record in train)) == (809, 919)
 
 
@@ -94,19 +93,19 @@ def test_test_judgements_are_trained_on_only_when_named(beir_files: Path) -> Non
     (beir_files / "qrels/train.tsv").unlink()
     (beir_files / "train.jsonl").write_text('{"query": "q", "positive": "p"}\n')
     with pytest.raises(DataError, match=r"data_path: .*train\.jsonl"):
-        load_records(str(beir_files), SourceOptions("train"))
-    assert len(load_records(str(beir_files), SourceOptions("train", split="test")).table) == 2
+        read(str(beir_files), "train").records()
+    assert len(read(str(beir_files), "train", split="test").records().table) == 2
 
 
 def test_qrels_without_a_header_or_in_trec_columns_are_the_same(beir_files: Path) -> None:
-    expected = read_beir(beir_files, None, "test").qrels
+    expected = read_beir(beir_files, None, "test").data.qrels
     for text in (
         "q1\td1\t2\nq1\td2\t0\nq2\td2\t1\n",
         "q1 0 d1 2\nq1 0 d2 0\n\nq2 0 d2 1\n",
         "\ufeffquery-id\tcorpus-id\tscore\r\nq1\td1\t2\r\nq1\td2\t0\r\nq2\td2\t1\r\n",
     ):
         (beir_files / "qrels/test.tsv").write_text(text, newline="")
-        assert read_beir(beir_files, None, "test").qrels == expected
+        assert read_beir(beir_files, None, "test").data.qrels == expected
 
 
 @pytest.mark.parametrize(
@@ -125,13 +124,13 @@ def test_bad_judgements_are_refused_with_their_line(beir_files: Path, line: str,
     path.write_text(f"{before}{line}\n")
     assert words in refusal(beir_files)
     path.write_text(f"{before}q1\td3\t1\n")
-    assert read_beir(beir_files, None, "test").qrels["q1"]["d3"] == 1
+    assert read_beir(beir_files, None, "test").data.qrels["q1"]["d3"] == 1
 
 
 def test_repeated_and_negative_judgements_are_counted(beir_files: Path) -> None:
     with (beir_files / "qrels/test.tsv").open("a") as handle:
         handle.write("q1\td1\t2\nq2\td1\t-1\n")
-    task = read_beir(beir_files, None, "test")
+    task = read_beir(beir_files, None, "test").data
     assert task.qrels["q2"] == {"d2": 1, "d1": 0}
     assert "1 judgement stands twice in the qrels." in task.notes
     assert "1 negative grade counts as 0." in task.notes
@@ -140,7 +139,7 @@ def test_repeated_and_negative_judgements_are_counted(beir_files: Path) -> None:
 def test_judged_ids_that_are_missing_are_counted(beir_files: Path) -> None:
     with (beir_files / "qrels/test.tsv").open("a") as handle:
         handle.write("q1\td9\t1\nq9\td1\t1\nq3\td8\t1\n")
-    task = read_beir(beir_files, None, "test")
+    task = read_beir(beir_files, None, "test").data
     assert task.qrels == {"q1": {"d1": 2, "d2": 0}, "q2": {"d2": 1}}
     assert "1 judged query is missing from the queries: q9." in task.notes
     assert "2 judged documents are missing from the corpus: d9, d8." in task.notes
@@ -153,8 +152,8 @@ def test_judgements_of_another_corpus_are_refused(beir_files: Path) -> None:
 
 def test_a_query_judged_not_relevant_only_is_kept_for_evaluation_and_left_out_of_training(beir_files: Path) -> None:
     (beir_files / "qrels/train.tsv").write_text(QRELS + "q1\td1\t0\nq2\td2\t1\nq2\td3\t2\nq2\td1\t0\n")
-    assert read_beir(beir_files, "train", "train").qrels["q1"] == {"d1": 0}
-    loaded = load_records(str(beir_files), SourceOptions("train"))
+    assert read_beir(beir_files, "train", "train").data.qrels["q1"] == {"d1": 0}
+    loaded = read(str(beir_files), "train").records()
     (record,) = loaded.table
     assert (record.query, record.positives, record.negatives) == (
         "which is blue",
@@ -185,7 +184,7 @@ def test_bad_rows_are_refused_with_their_line(beir_files: Path, file: str, row: 
 
 def test_a_judged_query_must_have_text_and_another_need_not(beir_files: Path) -> None:
     append(beir_files / "queries.jsonl", {"_id": "q4", "text": " "})
-    assert len(read_beir(beir_files, None, "test").queries) == 2
+    assert len(read_beir(beir_files, None, "test").data.queries) == 2
     with (beir_files / "qrels/test.tsv").open("a") as handle:
         handle.write("q4\td1\t1\n")
     assert "queries.jsonl:4: text: blank text" in refusal(beir_files)
@@ -195,7 +194,7 @@ def test_whole_numbers_are_ids_and_empty_documents_are_counted(beir_files: Path)
     append(beir_files / "corpus.jsonl", {"id": 7, "title": None, "text": ""})
     with (beir_files / "qrels/test.tsv").open("a") as handle:
         handle.write("q2\t7\t1\n")
-    task = read_beir(beir_files, None, "test")
+    task = read_beir(beir_files, None, "test").data
     assert task.documents["7"] == ""
     assert task.qrels["q2"] == {"d2": 1, "7": 1}
     assert task.notes == ("1 document has neither a title nor a text.",)
@@ -205,6 +204,6 @@ def test_parts_may_be_gzipped_and_must_be_there(beir_files: Path) -> None:
     corpus = beir_files / "corpus.jsonl"
     (beir_files / "corpus.jsonl.gz").write_bytes(gzip.compress(corpus.read_bytes()))
     corpus.unlink()
-    assert len(read_beir(beir_files, None, "test").documents) == 3
+    assert len(read_beir(beir_files, None, "test").data.documents) == 3
     (beir_files / "corpus.jsonl.gz").unlink()
     assert "has no corpus.jsonl" in refusal(beir_files)

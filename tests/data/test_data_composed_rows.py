@@ -11,8 +11,7 @@ from image_cases import png
 
 from vembed.batch import Composed, Image, content_id
 from vembed.data.keys import DataKeys
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError
 
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def only(path: Path) -> Record:
-    (record,) = load_records(str(path), SourceOptions("train")).table
+    (record,) = read(str(path), "train").records().table
     return record
 
 
 def refusal(path: Path, **options: Any) -> str:
     with pytest.raises(DataError) as caught:
-        load_records(str(path), SourceOptions("train", keys=DataKeys(**options)))
+        read(str(path), "train", DataKeys(**options)).records()
     return str(caught.value)
 
 

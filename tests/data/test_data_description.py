@@ -9,10 +9,8 @@ import pytest
 
 from vembed.data import table_cache
 from vembed.data.columns import listing
-from vembed.data.description import columns_text, describe
 from vembed.data.keys import DataKeys
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import describe, read
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ def png(write_picture: WritePicture) -> Path:
 
 
 def loaded(file: Path, **mapping: Any) -> LoadedRecords:
-    return load_records(str(file), SourceOptions("train", keys=DataKeys(column_mapping=mapping)))
+    return read(str(file), "train", DataKeys(column_mapping=mapping)).records()
 
 
 def test_the_lines_say_how_many_rows_which_columns_and_one_row(write_jsonl: WriteJsonl) -> None:
@@ -46,7 +44,7 @@ def test_the_lines_say_how_many_rows_which_columns_and_one_row(write_jsonl: Writ
 def test_dropped_rows_and_an_example_with_all_columns_are_told(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl([{**GOOD, "negatives": ["a\ndog", "a cow"], "label": "7"}, {**GOOD, "answer": ""}])
     keys = DataKeys(skip_invalid_records=True, label_kind="class")
-    lines = describe("p", load_records(str(path), SourceOptions("train", keys=keys)))
+    lines = describe("p", read(str(path), "train", keys).records())
     assert lines["data"] == "1 row of p; 1 invalid row dropped; 2 hard negatives"
     assert lines["example"] == "query 'what purrs', positive 'a cat', negative 'a dog' and 1 more, label 7"
 
@@ -97,10 +95,10 @@ def test_rows_that_name_their_negatives_decide_for_those_below(write_jsonl: Writ
     named, other = {**GOOD, "negatives": ["a"]}, {**GOOD, "bad_answer": "b"}
     read = loaded(write_jsonl([named, other, named]))
     assert [read.table[row].negatives for row in range(3)] == [("a",), (), ("a",)]
-    assert columns_text(read.columns).endswith("negatives; ignored: bad_answer")
+    assert read.columns.text.endswith("negatives; ignored: bad_answer")
     read = loaded(write_jsonl([other, named | other]))
     assert [read.table[row].negatives for row in range(2)] == [("b",), ("a",)]
-    assert columns_text(read.columns).endswith("bad_answer, negatives as negatives (bad_answer by its name)")
+    assert read.columns.text.endswith("bad_answer, negatives as negatives (bad_answer by its name)")
 
 
 def test_an_ignored_column_without_a_name_is_told() -> None:

@@ -15,9 +15,7 @@ from vembed.config.schema import Config
 from vembed.data.columns import COLUMNS
 from vembed.data.keys import DataKeys, LabelKind
 from vembed.data.presets import PRESETS
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import DataError
 from vembed.registry import DATASETS
 
@@ -43,7 +41,7 @@ def test_the_rows_load_as_what_they_are_said_to_be(tmp_path: Path, write_picture
     write_pictures(rows, write_picture)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    loaded = load_records(str(path), SourceOptions("train"))
+    loaded = read(str(path), "train").records()
     assert len(loaded.table) == len(rows)
     assert loaded.notes == ()
     for record in loaded.table:
@@ -58,13 +56,13 @@ def test_numbers_beside_two_texts_load_as_each_kind_says_and_are_never_guessed_a
     expected["pair"] = expected["grade"] = [(None, (1.0,)), (None, (0.0,))]
     for kind in get_args(LabelKind):
         assert f"\n| `{kind}` | " in DOCUMENT
-        options = SourceOptions("train", keys=DataKeys(label_kind=kind))
+        options = {"role": "train", "keys": DataKeys(label_kind=kind)}
         if kind in expected:
-            table = load_records(str(tmp_path / "rows.jsonl"), options).table
+            table = read(str(tmp_path / "rows.jsonl"), **options).records().table
             assert [(record.label, record.scores) for record in table] == expected[kind]
         else:
             with pytest.raises(DataError, match="label holds 0 and 1 beside two texts"):
-                load_records(str(tmp_path / "rows.jsonl"), options)
+                read(str(tmp_path / "rows.jsonl"), **options).records()
 
 
 def test_the_corpus_loads_as_what_it_is_said_to_be(tmp_path: Path, write_picture: WritePicture) -> None:
@@ -74,7 +72,7 @@ def test_the_corpus_loads_as_what_it_is_said_to_be(tmp_path: Path, write_picture
     (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "red"}\n')
     (tmp_path / "qrels").mkdir()
     (tmp_path / "qrels/test.tsv").write_text("q\td2\t1\n")
-    documents = load_retrieval(str(tmp_path), SourceOptions("test")).documents
+    documents = read(str(tmp_path), "test").judged().documents
     folder = tmp_path.resolve()
     assert documents == {
         "d1": Image(str(folder / "shirts/blue.jpg")),

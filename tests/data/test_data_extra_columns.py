@@ -13,8 +13,7 @@ import pytest
 from vembed.data.collate import collate
 from vembed.data.columns import ExtraColumn, LossNeeds
 from vembed.data.keys import DataKeys
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import ConfigError, DataError
 from vembed.losses.base import BatchStructure
 from vembed.losses.registry import RunLoss
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from conftest import WriteJsonl
 
-    from vembed.data.splits import Role
+    from vembed.data.keys import Role
 
 
 def asking(*columns: ExtraColumn, **facts: Any) -> LossNeeds:
@@ -38,17 +37,17 @@ NEEDS = asking(WEIGHT, TOPIC)
 ROWS = [{"query": f"q{n}", "positive": f"p{n}", "weight": n / 4, "topic": n % 3} for n in range(5)]
 
 
-def options(needs: LossNeeds | None = NEEDS, role: Role = "train", **keys: Any) -> SourceOptions:
-    return SourceOptions(role, keys=DataKeys.model_construct(**keys), loss=needs)
+def options(needs: LossNeeds | None = NEEDS, role: Role = "train", **keys: Any) -> dict[str, Any]:
+    return {"role": role, "keys": DataKeys.model_construct(**keys), "loss": needs}
 
 
 def numbers(path: Path | str, **more: Any) -> list[dict[str, int | float]]:
-    return [dict(record.columns) for record in load_records(str(path), options(**more)).table]
+    return [dict(record.columns) for record in read(str(path), **options(**more)).records().table]
 
 
 def refusal(path: Path | str, needs: LossNeeds = NEEDS, **keys: Any) -> str:
     with pytest.raises(DataError) as caught:
-        load_records(str(path), options(needs, **keys))
+        read(str(path), **options(needs, **keys)).records()
     return str(caught.value)
 
 
@@ -66,9 +65,9 @@ def test_numbers_come_from_every_kind_of_file(tmp_path: Path, write_jsonl: Write
         found = numbers(tmp_path / name)
         assert found == EXPECTED, name
         assert all(type(row["weight"]) is float and type(row["topic"]) is int for row in found)
-    notes = load_records(str(tmp_path / "rows.parquet"), options()).notes
+    notes = read(str(tmp_path / "rows.parquet"), **options()).records().notes
     assert notes == (), "no column is ignored"
-    assert load_records(str(tmp_path / "rows.parquet"), options(None)).notes == ("Ignored columns: weight, topic.",)
+    assert read(str(tmp_path / "rows.parquet"), **options(None)).records().notes == ("Ignored columns: weight, topic.",)
 
 
 def test_numbers_come_from_the_hub_and_from_beir_queries(monkeypatch: pytest.MonkeyPatch, beir_files: Path) -> None:
@@ -85,13 +84,13 @@ def test_numbers_come_from_the_hub_and_from_beir_queries(monkeypatch: pytest.Mon
 
 
 def test_batches_hold_them_by_query(write_jsonl: WriteJsonl) -> None:
-    table = load_records(str(write_jsonl(ROWS)), options()).table
+    table = read(str(write_jsonl(ROWS)), **options()).records().table
     batch = collate(table.subset([4, 0, 2]).take([0, 1, 2]), [0, 1, 2])
     assert {name: values.tolist() for name, values in batch.columns.items()} == {
         "weight": [1.0, 0.0, 0.5],
         "topic": [1, 0, 2],
     }
-    plain = load_records(str(write_jsonl(ROWS)), options(None)).table
+    plain = read(str(write_jsonl(ROWS)), **options(None)).records().table
     assert plain[0].columns == {}
     assert plain.fingerprint != table.fingerprint
 
@@ -108,7 +107,7 @@ def test_other_names_are_found_and_mapped(write_jsonl: WriteJsonl) -> None:
     near = refusal(write_jsonl([{**row, "wieght": 3}]))
     assert "if 'wieght' is meant: column_mapping: {wieght: weight}" in near
     with pytest.raises(ConfigError, match=r"they have query, .*, label, title, weight, topic and negative_1"):
-        load_records(str(twice), options(column_mapping={"w": "weigt"}))
+        read(str(twice), **options(column_mapping={"w": "weigt"})).records()
 
 
 def test_a_missing_number_is_refused_with_line_loss_and_meaning(write_jsonl: WriteJsonl) -> None:
@@ -122,7 +121,7 @@ def test_a_missing_number_is_refused_with_line_loss_and_meaning(write_jsonl: Wri
     assert everywhere.startswith("train.jsonl:1: no row of ")
     assert "has a column 'weight': missing" in everywhere
     assert everywhere.endswith("loss_type weighted needs it: how much the row counts")
-    kept = load_records(str(write_jsonl([ROWS[0], row])), options(skip_invalid_records=True, max_invalid_records=1))
+    kept = read(str(write_jsonl([ROWS[0], row])), **options(skip_invalid_records=True, max_invalid_records=1)).records()
     assert len(kept.table) == 1
 
 
@@ -164,7 +163,7 @@ def test_sets_with_fixed_columns_get_defaults_or_are_refused() -> None:
         "row counts"
     )
     optional = asking(TOPIC, ExtraColumn("share", "a share", required=False, default=1))
-    table = load_records("builtin:pages", options(optional)).table
+    table = read("builtin:pages", **options(optional)).records().table
     assert dict(table.subset([3])[0].columns) == {"topic": -1, "share": 1.0}
 
 
@@ -178,12 +177,12 @@ def test_other_sets_need_no_column_of_the_loss(write_jsonl: WriteJsonl, role: Ro
 def test_rows_have_weights_for_our_own_losses_and_those_of_one_weight_are_as_before(write_jsonl: WriteJsonl) -> None:
     rows = [{"query": "q0", "positive": "p0", "weight": 2.5}, {"query": "q1", "positive": "p1"}]
     ours, nothing = RunLoss.chosen("infonce", {}).needs(), asking()
-    table = load_records(str(write_jsonl(rows, "weighted.jsonl")), options(ours)).table
+    table = read(str(write_jsonl(rows, "weighted.jsonl")), **options(ours)).records().table
     weights_Q = BatchStructure.of(collate(list(table), [0, 1])).weights_Q
     assert weights_Q is not None
     assert weights_Q.tolist() == [2.5, 1.0]
     path = write_jsonl([{**row, "weight": 1} for row in rows], "equal.jsonl")
-    equal, without = (load_records(str(path), options(needs)).table for needs in (ours, nothing))
+    equal, without = (read(str(path), **options(needs)).records().table for needs in (ours, nothing))
     assert BatchStructure.of(collate(list(equal), [0, 1])).weights_Q is None
     assert equal.fingerprint == without.fingerprint != table.fingerprint
 
@@ -194,14 +193,16 @@ def test_a_weight_that_cannot_be_is_refused_with_the_way_to_leave_it_out(
 ) -> None:
     path = write_jsonl([{"query": "q", "positive": "p", "weight": weight}])
     with pytest.raises(DataError, match=r"how much the row counts.*column_mapping: \{weight: null\}"):
-        load_records(str(path), options(RunLoss.chosen("infonce", {}).needs()))
+        read(str(path), **options(RunLoss.chosen("infonce", {}).needs())).records()
 
 
 def test_a_loss_may_take_an_alias_and_no_name_of_ours(write_jsonl: WriteJsonl) -> None:
     needs = asking(ExtraColumn("score", "the teacher's score"))
-    (record,) = load_records(
-        str(write_jsonl([{"query": "q", "positive": "p", "score": 0.25, "label": "x"}])), options(needs)
-    ).table
+    (record,) = (
+        read(str(write_jsonl([{"query": "q", "positive": "p", "score": 0.25, "label": "x"}])), **options(needs))
+        .records()
+        .table
+    )
     assert (dict(record.columns), record.label) == ({"score": 0.25}, "x")
     for name in ("query", "label", "negative_3"):
         with pytest.raises(ConfigError, match=f"can't ask for the column '{name}'"):
@@ -211,17 +212,17 @@ def test_a_loss_may_take_an_alias_and_no_name_of_ours(write_jsonl: WriteJsonl) -
 def test_rows_hold_what_the_loss_learns_from(write_jsonl: WriteJsonl) -> None:
     rows = [{"query": "q", "positive": "p", "label": "x"}, {"query": "r", "positive": "s"}]
     classes, pairs, either = (asking(takes=takes) for takes in (("classes",), ("pairs",), ("classes", "positives")))
-    assert len(load_records(str(write_jsonl(rows)), options(either)).table) == 2
+    assert len(read(str(write_jsonl(rows)), **options(either)).records().table) == 2
     words = "loss_type weighted learns nothing from this row: it needs label_kind: "
     assert f"train.jsonl:2: {words}class and a label" in refusal(write_jsonl(rows), classes)
     assert f"train.jsonl:1: {words}pair or grade, and a label or score" in refusal(write_jsonl(rows), pairs)
     truths = [{"query": "q", "positive": "p", "label": truth} for truth in (1, 0)]
-    assert len(load_records(str(write_jsonl(truths)), options(pairs, label_kind="pair")).table) == 2
+    assert len(read(str(write_jsonl(truths)), **options(pairs, label_kind="pair")).records().table) == 2
     lists = asking(takes=("lists",))
     with pytest.raises(DataError, match=r"train.jsonl:1: .* as label or score a list of numbers, one for each of its"):
-        load_records(str(write_jsonl(truths)), options(lists, label_kind="grade"))
+        read(str(write_jsonl(truths)), **options(lists, label_kind="grade")).records()
     listed = [{"query": "q", "positive": "p", "negatives": ["n"], "label": [1, 0.5]}]
-    assert len(load_records(str(write_jsonl(listed)), options(lists, label_kind="grade")).table) == 1
+    assert len(read(str(write_jsonl(listed)), **options(lists, label_kind="grade")).records().table) == 1
 
 
 @pytest.mark.parametrize(
@@ -240,13 +241,15 @@ def test_scores_that_the_loss_can_not_use_are_refused_by_line(
     row = {"query": "q", "positive": "p", "label": label} | ({"negatives": ["n"]} if isinstance(label, list) else {})
     path = str(write_jsonl([row]))
     other = options(needs, "test", label_kind="grade")
-    assert len(load_records(path, other).table) == 1, "nothing is trained on these"
+    assert len(read(path, **other).records().table) == 1, "nothing is trained on these"
     if not words:
-        assert len(load_records(path, options(needs, label_kind="grade")).table) == 1
+        assert len(read(path, **options(needs, label_kind="grade")).records().table) == 1
         return
     with pytest.raises(DataError) as refused:
-        load_records(path, options(needs, label_kind="grade"))
+        read(path, **options(needs, label_kind="grade")).records()
     assert "train.jsonl:1: " in str(refused.value)
     assert words in str(refused.value)
     if given is None:
-        assert len(load_records(path, options(needs, label_kind="grade", column_mapping={"label": None})).table) == 1
+        assert (
+            len(read(path, **options(needs, label_kind="grade", column_mapping={"label": None})).records().table) == 1
+        )

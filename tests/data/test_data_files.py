@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from vembed.data.keys import DataKeys
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,23 +22,23 @@ if TYPE_CHECKING:
 
     from conftest import WriteJsonl
 
-    from vembed.data.splits import Role
+    from vembed.data.keys import Role
 
-TRAIN = SourceOptions("train")
+TRAIN = {"role": "train"}
 GOOD = {"query": "a query", "positive": "an answer"}
 
 
-def queries(path: Path | str, options: SourceOptions = TRAIN) -> list[str]:
-    return [record.query for record in load_records(str(path), options).table]
+def queries(path: Path | str, options: dict[str, Any] = TRAIN) -> list[str]:
+    return [record.query for record in read(str(path), **options).records().table]
 
 
 def locations(path: Path | str) -> list[str]:
-    return [record.location for record in load_records(str(path), TRAIN).table]
+    return [record.location for record in read(str(path), **TRAIN).records().table]
 
 
-def refusal(path: Path | str, options: SourceOptions = TRAIN) -> str:
+def refusal(path: Path | str, options: dict[str, Any] = TRAIN) -> str:
     with pytest.raises(DataError) as caught:
-        load_records(str(path), options)
+        read(str(path), **options).records()
     return str(caught.value)
 
 
@@ -145,7 +144,7 @@ def test_csv_and_tsv_hold_what_the_csv_module_wrote(tmp_path: Path, name: str, d
     path = tmp_path / name
     hard = 'a "quoted", tab\tand\nnew line'
     write_csv(path, [["query", "positive", "negatives", "label"], [hard, hard + "!", hard + "?", "x"]], dialect)
-    (record,) = load_records(str(path), TRAIN).table
+    (record,) = read(str(path), **TRAIN).records().table
     assert (record.query, record.positives, record.negatives) == (hard, (hard + "!",), (hard + "?",))
     assert record.label == "x"
 
@@ -172,7 +171,7 @@ def test_csv_rows_are_located_by_the_line_that_they_begin_on(tmp_path: Path) -> 
 def test_a_csv_cell_of_negatives_may_be_a_json_list(tmp_path: Path, cell: str, negatives: tuple[str, ...]) -> None:
     path = tmp_path / "t.csv"
     write_csv(path, [["query", "positive", "negatives"], ["q", '["p"]', cell]])
-    (record,) = load_records(str(path), TRAIN).table
+    (record,) = read(str(path), **TRAIN).records().table
     assert record.negatives == negatives
     assert record.positives == ('["p"]',)
 
@@ -181,7 +180,7 @@ def test_a_csv_cell_of_negatives_may_be_a_json_list(tmp_path: Path, cell: str, n
 def test_csv_labels_are_texts(tmp_path: Path, cell: str, label: str | None) -> None:
     path = tmp_path / "t.csv"
     write_csv(path, [["query", "positive", "label"], ["q", "p", cell]])
-    (record,) = load_records(str(path), SourceOptions("train", keys=DataKeys(label_kind="class"))).table
+    (record,) = read(str(path), "train", DataKeys(label_kind="class")).records().table
     assert record.label == label
 
 
@@ -196,7 +195,7 @@ def test_csv_numbers_beside_two_texts_are_refused(tmp_path: Path, column: str, c
     path = tmp_path / "t.csv"
     write_csv(path, [["query", "positive", column], ["q", "p", cell]])
     assert f"t.csv:2: {column} holds {shown} beside two texts" in refusal(path)
-    assert queries(path, SourceOptions("train", keys=DataKeys(column_mapping={column: None}))) == ["q"]
+    assert queries(path, {"role": "train", "keys": DataKeys(column_mapping={column: None})}) == ["q"]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +228,7 @@ def test_csv_bytes_that_are_not_utf8_matter_where_they_are_used(tmp_path: Path) 
 def test_csv_cells_over_the_modules_limit_are_read_and_the_limit_is_put_back(tmp_path: Path) -> None:
     before = csv.field_size_limit()
     write_csv(tmp_path / "t.csv", [["query", "positive"], ["q", "x" * (before + 1)]])
-    (record,) = load_records(str(tmp_path / "t.csv"), TRAIN).table
+    (record,) = read(str(tmp_path / "t.csv"), **TRAIN).records().table
     assert len(record.positives[0]) == before + 1
     assert csv.field_size_limit() == before
 
@@ -248,7 +247,7 @@ def test_parquet_rows_become_records(tmp_path: Path) -> None:
             {"query": "b", "positive_passages": [passage], "negatives": None, "label": None, "vector": [0.2]},
         ],
     )
-    loaded = load_records(str(path), SourceOptions("train", keys=DataKeys(label_kind="class")))
+    loaded = read(str(path), "train", DataKeys(label_kind="class")).records()
     first, second = loaded.table
     assert (first.query, first.positives, first.negatives, first.label) == ("a", ("T x",), ("n",), 3)
     assert (second.negatives, second.label, second.location) == ((), None, "t.parquet:2")
@@ -301,12 +300,12 @@ def test_a_folder_of_named_splits_is_never_read_across_them(
 ) -> None:
     for name in ("train-00000-of-00002", "train-00001-of-00002", "val", "test", "extra"):
         write_jsonl([{"query": f"{name[:5]} {name[10]}" if "-" in name else name, "positive": "p"}], f"{name}.jsonl")
-    assert queries(tmp_path, SourceOptions(role, split=split)) == expected
+    assert queries(tmp_path, {"role": role, "split": split}) == expected
 
 
 def test_a_folder_without_the_split_lists_what_it_has(write_jsonl: WriteJsonl, tmp_path: Path) -> None:
     write_jsonl([GOOD], "train.jsonl")
-    message = refusal(tmp_path, SourceOptions("validation"))
+    message = refusal(tmp_path, {"role": "validation"})
     assert "no file of split 'dev' or 'val' or 'validation'" in message
     assert "it has: train.jsonl" in message
     assert "val_data_split" in message
@@ -314,13 +313,13 @@ def test_a_folder_without_the_split_lists_what_it_has(write_jsonl: WriteJsonl, t
 
 def test_a_file_has_no_splits(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl([GOOD])
-    assert "remove test_data_split: dev" in refusal(path, SourceOptions("test", split="dev"))
-    assert queries(path, SourceOptions("test")) == ["a query"]
+    assert "remove test_data_split: dev" in refusal(path, {"role": "test", "split": "dev"})
+    assert queries(path, {"role": "test"}) == ["a query"]
 
 
 def test_a_missing_path_names_the_nearest(write_jsonl: WriteJsonl, tmp_path: Path) -> None:
     write_jsonl([GOOD], "train.jsonl")
-    message = refusal(tmp_path / "trian.jsonl", SourceOptions("validation"))
+    message = refusal(tmp_path / "trian.jsonl", {"role": "validation"})
     assert message.startswith("val_data_path: ")
     assert "did you mean 'train.jsonl'?" in message
     assert "nor does its folder" in refusal(tmp_path / "no/such/train.jsonl")
@@ -344,7 +343,7 @@ def test_an_address_is_refused_without_its_password() -> None:
 
 def test_importing_the_room_loads_no_heavy_package() -> None:
     code = (
-        "import sys, vembed.data.retrieval_sources, vembed.data.sampler, vembed.data.hold_out, vembed.data.collate;"
+        "import sys, vembed.data.read, vembed.data.sampler, vembed.data.hold_out, vembed.data.collate;"
         "print([name for name in ('torch', 'datasets', 'pandas') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -17,13 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 from image_cases import png
 
-from vembed.data import lines, parquet, table_writer
+from vembed.data import formats, lines, table_writer
 from vembed.data.columns import ColumnResolver
-from vembed.data.corpus import Corpus
 from vembed.data.keys import DataKeys
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.entrypoints.command import run_command
 from vembed.errors import DataError, MachineError, VembedError
 
@@ -35,14 +32,14 @@ if TYPE_CHECKING:
 
 ROW = {"query": "q", "positive": "p"}
 READERS: dict[str, Callable[[str], object]] = {
-    "records": lambda path: load_records(path, SourceOptions("train")),
-    "retrieval": lambda path: load_retrieval(path, SourceOptions("test")),
-    "corpus": lambda path: list(Corpus(path)),
+    "records": lambda path: read(path, "train").records(),
+    "retrieval": lambda path: read(path, "test").judged(),
+    "corpus": lambda path: list(read(path, "test").documents()),
 }
 
 
 def queries(path: Path | str) -> list[Any]:
-    return [record.query for record in load_records(str(path), SourceOptions("train")).table]
+    return [record.query for record in read(str(path), "train").records().table]
 
 
 def refusal(path: Path | str, reader: str = "records") -> str:
@@ -102,7 +99,7 @@ def test_a_text_where_a_path_belongs_is_said_not_to_exist(text: str, reader: str
 def test_an_overlong_folder_of_pictures_is_said_not_to_exist(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl([{"caption": "c", "image": "x.png"}])
     with pytest.raises(DataError, match="is no folder"):
-        load_records(str(path), SourceOptions("train", keys=DataKeys(image_root="x" * 300)))
+        read(str(path), "train", DataKeys(image_root="x" * 300)).records()
 
 
 def test_links_to_folders_above_are_entered_once(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
@@ -157,7 +154,7 @@ def test_a_parquet_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
 def test_a_text_that_parquet_stores_once_is_refused_before_its_repeats_fill_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet, "ROW_FREE_BYTES", 2**25)
+    monkeypatch.setattr(formats, "ROW_FREE_BYTES", 2**25)
     path = tmp_path / "t.parquet"
     stored_once = pa.DictionaryArray.from_arrays(pa.array([0] * 4096), pa.array(["x" * 2**18]))
     pq.write_table(pa.table({"query": ["q"] * 4096, "positive": stored_once}), path, store_schema=False)
@@ -169,7 +166,7 @@ def test_a_text_that_parquet_stores_once_is_refused_before_its_repeats_fill_memo
 def test_pages_that_unpack_to_hundreds_of_times_their_size_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet, "PAGE_FREE_BYTES", 2**20)
+    monkeypatch.setattr(formats, "PAGE_FREE_BYTES", 2**20)
     path = tmp_path / "t.parquet"
     table = pa.table({"query": ["q"] * 4, "positive": ["x" * 2**20] * 4})
     pq.write_table(table, path, use_dictionary=False, compression="zstd")
@@ -185,12 +182,12 @@ def test_rows_of_nothing_are_refused(tmp_path: Path) -> None:
 def test_a_row_of_parquet_over_the_limit_is_named_and_the_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet, "MAX_ROW_BYTES", 2**20)
+    monkeypatch.setattr(formats, "MAX_ROW_BYTES", 2**20)
     texts = ["a", "b" * (2**20 + 1), "c" * (2**20 - 100)]
     pq.write_table(pa.table({"query": ["q"] * 3, "positive": texts}), tmp_path / "t.parquet")
     assert refusal(tmp_path / "t.parquet").splitlines()[1] == "  t.parquet:2: a row of over 1 MiB"
     pq.write_table(pa.table({"query": ["q"] * 2, "positive": texts[::2]}), tmp_path / "t.parquet")
-    table = load_records(str(tmp_path / "t.parquet"), SourceOptions("train")).table
+    table = read(str(tmp_path / "t.parquet"), "train").records().table
     assert [len(record.positives[0]) for record in table] == [1, 2**20 - 100]
 
 
@@ -230,9 +227,9 @@ def test_a_json_list_is_read_object_by_object(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "t.json"
     for indent, ascii_only in ((None, True), (2, False)):
         path.write_text(json.dumps(rows, indent=indent, ensure_ascii=ascii_only), "utf-8")
-        read = load_records(str(path), SourceOptions("train", keys=DataKeys(label_kind="class"))).table
-        assert [(each.query, each.label) for each in read] == [(row["query"], row["label"]) for row in rows]
-    assert read[3].location == "t.json:17"
+        table = read(str(path), "train", DataKeys(label_kind="class")).records().table
+        assert [(each.query, each.label) for each in table] == [(row["query"], row["label"]) for row in rows]
+    assert table[3].location == "t.json:17"
     path.write_text(json.dumps([ROW, {"query": "x" * 300, "positive": "p"}]))
     assert "t.json:1: a JSON object of over" in refusal(path)
 
@@ -277,7 +274,7 @@ def test_a_grade_that_no_measure_can_hold_is_refused(beir_files: Path) -> None:
 
 def test_old_line_ends_of_judgements_are_read(beir_files: Path) -> None:
     (beir_files / "qrels/test.tsv").write_bytes(b"\xef\xbb\xbfq1\td1\t2\rq1\td2\t0\r\nq2\td2\t1\r")
-    task = load_retrieval(str(beir_files), SourceOptions("test"))
+    task = read(str(beir_files), "test").judged()
     assert task.qrels == {"q1": {"d1": 2, "d2": 0}, "q2": {"d2": 1}}
 
 
@@ -314,7 +311,7 @@ def test_long_values_are_cut_in_errors(write_jsonl: WriteJsonl, beir_files: Path
     ]
     for row in rows[:1] + rows[2:]:
         assert len(refusal(write_jsonl([row]))) < 4000
-    assert len("".join(load_records(str(write_jsonl([rows[1]])), SourceOptions("train")).notes)) < 400
+    assert len("".join(read(str(write_jsonl([rows[1]])), "train").records().notes)) < 400
     (beir_files / "qrels/test.tsv").write_text(f"q1\td1\t{long}\n")
     assert len(refusal(beir_files, "retrieval")) < 400
     assert len(str(MachineError(long))) < 6000
@@ -340,7 +337,7 @@ def test_pictures_of_parquet_lie_on_disk_beyond_the_first(tmp_path: Path, monkey
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"caption": [f"c{number}" for number in range(40)], "image": pictures}), path)
     before = pa.total_allocated_bytes()
-    table = load_records(str(path), SourceOptions("train")).table
+    table = read(str(path), "train").records().table
     assert pa.total_allocated_bytes() - before < 10_000 < sum(map(len, pictures))
     held = [record.positives[0] for record in table]
     assert pa.total_allocated_bytes() - before < 10_000

@@ -11,9 +11,7 @@ import datasets
 import pytest
 
 from vembed.data.keys import DataKeys
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import DataError, MachineError
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_a_hub_set_becomes_records(hub: list[tuple[Any, ...]]) -> None:
-    loaded = load_records("owner/name:some-config", SourceOptions("train"))
+    loaded = read("owner/name:some-config", "train").records()
     assert len(loaded.table) == len(ROWS)
     assert loaded.table[2400].query == "q2400"
     assert loaded.table[1].label == "topic 1"
@@ -49,20 +47,20 @@ def test_a_hub_set_becomes_records(hub: list[tuple[Any, ...]]) -> None:
 
 
 def test_the_role_or_the_split_chooses(hub: list[tuple[Any, ...]]) -> None:
-    assert len(load_records("owner/name", SourceOptions("validation")).table) == 3
-    assert len(load_records("owner/name", SourceOptions("test", split="validation")).table) == 3
-    assert load_retrieval("owner/name", SourceOptions("validation")).name == "owner/name"
+    assert len(read("owner/name", "validation").records().table) == 3
+    assert len(read("owner/name", "test", split="validation").records().table) == 3
+    assert read("owner/name", "validation").judged().name == "owner/name"
     with pytest.raises(
         DataError, match=r"no split 'test'; it has: train, validation\. Choose one with test_data_split"
     ):
-        load_records("owner/name", SourceOptions("test"))
+        read("owner/name", "test").records()
 
 
 def test_columns_of_a_hub_set_are_checked_like_any_other(hub: list[tuple[Any, ...]]) -> None:
     with pytest.raises(DataError, match=r"did you mean 'anchor'"):
-        load_records("owner/name", SourceOptions("train", keys=DataKeys(column_mapping={"anchr": "query"})))
+        read("owner/name", "train", DataKeys(column_mapping={"anchr": "query"})).records()
     with pytest.raises(DataError, match="no row of owner/name has a column 'query'"):
-        load_records("owner/name", SourceOptions("train", keys=DataKeys(column_mapping={"anchor": None})))
+        read("owner/name", "train", DataKeys(column_mapping={"anchor": None})).records()
 
 
 @pytest.mark.parametrize(
@@ -82,7 +80,7 @@ def test_each_failure_of_the_hub_has_its_error(
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(expected, match=words):
-        load_records("owner/name", SourceOptions("train"))
+        read("owner/name", "train").records()
 
 
 def run_python(code: str, folder: Path) -> str:
@@ -95,8 +93,8 @@ def run_python(code: str, folder: Path) -> str:
 @pytest.mark.slow
 def test_offline_without_a_cached_copy_says_how_to_get_one(tmp_path: Path) -> None:
     code = (
-        "from vembed.data.sources import *; from vembed.errors import MachineError\n"
-        "try: load_records('owner/no-such-set', SourceOptions('train'))\n"
+        "from vembed.data.read import read; from vembed.errors import MachineError\n"
+        "try: read('owner/no-such-set', 'train').records()\n"
         "except MachineError as error: print(int(error.exit_code), error)"
     )
     out = run_python(code, tmp_path)

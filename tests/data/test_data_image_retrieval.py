@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.batch import Composed, Image, content_id
-from vembed.data.beir import read_beir
+from vembed.data.judged import read_beir
 from vembed.data.keys import DataKeys
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
     from conftest import WriteJsonl, WritePicture
 
-TEST = SourceOptions("test")
+TEST = {"role": "test"}
 
 
 @pytest.fixture
@@ -53,16 +51,16 @@ def append(path: Path, row: dict[str, object]) -> None:
 
 
 def test_a_folder_of_pictures_becomes_a_task(picture_folder: Path) -> None:
-    task = load_retrieval(str(picture_folder), TEST)
+    task = read(str(picture_folder), **TEST).judged()
     pics = picture_folder.resolve() / "pics"
     assert task.documents == {"d1": Image(str(pics / "a.png")), "d2": Image(str(pics / "b.png")), "d3": "a text"}
     assert task.queries == {"q1": Image(str(pics / "q.png")), "q2": "green thing"}
     assert task.notes == ()
-    assert read_beir(picture_folder, None, "test") == task
+    assert read_beir(picture_folder, None, "test").data == task
 
 
 def test_its_train_split_becomes_records(picture_folder: Path) -> None:
-    first, second = load_records(str(picture_folder), SourceOptions("train")).table
+    first, second = read(str(picture_folder), "train").records().table
     pics = picture_folder.resolve() / "pics"
     assert (first.query, first.positives, first.negatives) == (
         Image(str(pics / "q.png")),
@@ -92,7 +90,7 @@ def test_a_bad_picture_is_refused_with_its_line(
         handle.write("q4\td1\t1\n")
     append(picture_folder / f"{file}.jsonl", row)
     with pytest.raises(DataError) as caught:
-        load_retrieval(str(picture_folder), TEST)
+        read(str(picture_folder), **TEST).judged()
     line = 4 if file == "corpus" else 3
     assert f"{file}.jsonl:{line}: {words}" in str(caught.value)
 
@@ -104,26 +102,26 @@ def test_a_picture_beside_a_text_is_one_item_of_both(picture_folder: Path) -> No
     for split in ("train", "test"):
         with (picture_folder / f"qrels/{split}.tsv").open("a") as handle:
             handle.write("q4\td4\t1\n")
-    task = load_retrieval(str(picture_folder), TEST)
+    task = read(str(picture_folder), **TEST).judged()
     pics = picture_folder.resolve() / "pics"
     assert task.queries["q4"] == Composed((Image(str(pics / "q.png")),), "but in red")
     assert task.documents["d4"] == Composed((Image(str(pics / "a.png")),), "A red one")
     assert task.documents["d5"] == Composed((Image(str(pics / "a.png")),), "A")
-    record = load_records(str(picture_folder), SourceOptions("train")).table[2]
+    record = read(str(picture_folder), "train").records().table[2]
     assert (record.query, record.positives) == (task.queries["q4"], (task.documents["d4"],))
 
 
 def test_a_query_that_nobody_judges_needs_no_picture(picture_folder: Path) -> None:
     append(picture_folder / "queries.jsonl", {"_id": "q9", "text": "", "image": "pics/none.png"})
-    assert len(load_retrieval(str(picture_folder), TEST).queries) == 2
+    assert len(read(str(picture_folder), **TEST).judged().queries) == 2
 
 
 def test_image_root_serves_a_beir_folder(picture_folder: Path) -> None:
     (picture_folder / "pics").rename(picture_folder.parent / "pics")
     with pytest.raises(DataError, match=f"it is in {picture_folder.parent}: set image_root"):
-        load_retrieval(str(picture_folder), TEST)
-    options = SourceOptions("test", keys=DataKeys(image_root=str(picture_folder.parent)))
-    assert len(load_retrieval(str(picture_folder), options).documents) == 3
+        read(str(picture_folder), **TEST).judged()
+    options = {"role": "test", "keys": DataKeys(image_root=str(picture_folder.parent))}
+    assert len(read(str(picture_folder), **options).judged().documents) == 3
 
 
 def test_rows_with_pictures_become_a_task_by_content(write_jsonl: WriteJsonl, write_picture: WritePicture) -> None:
@@ -134,7 +132,7 @@ def test_rows_with_pictures_become_a_task_by_content(write_jsonl: WriteJsonl, wr
         {"query": "q", "image": "b.png"},
         {"query": "r", "image": "again.png"},
     ]
-    task = load_retrieval(str(write_jsonl(rows, "test.jsonl")), TEST)
+    task = read(str(write_jsonl(rows, "test.jsonl")), **TEST).judged()
     assert len(task.documents) == 2, "two files of one content are one document"
     for name, item in task.documents.items():
         assert isinstance(item, Image)
@@ -152,8 +150,8 @@ def test_rows_with_pictures_become_a_task_by_content(write_jsonl: WriteJsonl, wr
     ],
 )
 def test_emoji_tasks_load(real_data: Path, name: str, counts: tuple[int, int, int], picture_queries: bool) -> None:
-    options = SourceOptions("test", keys=DataKeys(image_root=str(real_data / "emoji")))
-    task = load_retrieval(str(real_data / "emoji" / name), options)
+    options = {"role": "test", "keys": DataKeys(image_root=str(real_data / "emoji"))}
+    task = read(str(real_data / "emoji" / name), **options).judged()
     assert (len(task.queries), len(task.documents), sum(len(grades) for grades in task.qrels.values())) == counts
     assert all(isinstance(item, Image) for item in task.documents.values())
     assert all(isinstance(item, Image) == picture_queries for item in task.queries.values())

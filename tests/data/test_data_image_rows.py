@@ -17,9 +17,8 @@ from vembed.data.collate import collate
 from vembed.data.hold_out import hold_out
 from vembed.data.images import ImageError
 from vembed.data.keys import DataKeys
+from vembed.data.read import read
 from vembed.data.sampler import GlobalSampler
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
 from vembed.data.table_writer import BLOB_BYTES, RecordWriter
 from vembed.errors import DataError
 
@@ -28,21 +27,21 @@ if TYPE_CHECKING:
 
     from vembed.data.table import LoadedRecords, Record
 
-TRAIN = SourceOptions("train")
+TRAIN = {"role": "train"}
 
 
-def read(path: Path, **options: Any) -> LoadedRecords:
-    return load_records(str(path), SourceOptions("train", keys=DataKeys(**options)))
+def read_rows(path: Path, **options: Any) -> LoadedRecords:
+    return read(str(path), "train", DataKeys(**options)).records()
 
 
 def only(path: Path, **options: Any) -> Record:
-    (record,) = read(path, **options).table
+    (record,) = read_rows(path, **options).table
     return record
 
 
 def refusal(path: Path, **options: Any) -> str:
     with pytest.raises(DataError) as caught:
-        read(path, **options)
+        read_rows(path, **options)
     return str(caught.value)
 
 
@@ -125,7 +124,7 @@ def test_a_broken_row_is_refused_and_its_neighbours_are_not(
     good = {"query": "q", "image": "pics/a.png", "negative_image": "pics/b.png"}
     message = refusal(write_jsonl([good, row, good]))
     assert f"train.jsonl:2: {words}" in message
-    kept = read(write_jsonl([good, row, good]), skip_invalid_records=True, max_invalid_records=1)
+    kept = read_rows(write_jsonl([good, row, good]), skip_invalid_records=True, max_invalid_records=1)
     assert [record.location for record in kept.table] == ["train.jsonl:1", "train.jsonl:3"]
     assert kept.num_invalid == 1
 
@@ -195,7 +194,7 @@ def test_a_path_out_of_the_root_is_refused_whatever_the_policy(
         assert words in message
         assert "password" not in message
         assert "whatever the policy" in message
-    assert len(read(write_jsonl([{**rest, column: "pics/a.png"}], "data/rows.jsonl")).table) == 1
+    assert len(read_rows(write_jsonl([{**rest, column: "pics/a.png"}], "data/rows.jsonl")).table) == 1
 
 
 def test_every_path_that_stays_inside_is_taken(
@@ -237,7 +236,7 @@ def test_every_header_is_checked_before_training_and_skip_counts_it(
     assert "train.jsonl:2: image: 'pics/empty.png': the file is empty" in message
     assert "train.jsonl:4: image: 'pics/page.png': no picture of a known format" in message
     assert "train.jsonl:5: image: 'pics/none.png': no such file" in message
-    loaded = read(manifest, skip_invalid_records=True, max_invalid_records=3)
+    loaded = read_rows(manifest, skip_invalid_records=True, max_invalid_records=3)
     assert [record.positives[0] for record in loaded.table] == [pictures[name] for name in "abc"]
     assert loaded.notes[0].startswith("3 invalid rows dropped: train.jsonl:2: image: ")
     assert "6 x 4 = 24 pixels are over the limit of 23" in refusal(manifest, max_image_pixels=23)
@@ -246,7 +245,7 @@ def test_every_header_is_checked_before_training_and_skip_counts_it(
 def test_cells_of_csv_hold_paths(tmp_path: Path, pictures: dict[str, Image]) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('query,image,negative_images\nq,pics/a.png,\nr,pics/b.png,"[""pics/a.png"", ""pics/c.png""]"\n')
-    first, second = read(path).table
+    first, second = read_rows(path).table
     assert (first.positives, first.negatives) == ((pictures["a"],), ())
     assert second.negatives == (pictures["a"], pictures["c"])
 
@@ -257,7 +256,7 @@ def test_parquet_holds_the_bytes_of_pictures(tmp_path: Path, pictures: dict[str,
     cells: list[Any] = [{"bytes": value, "path": "x.png"} for value in data] if form == "struct" else list(data)
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([{"query": f"q{n}", "image": cell} for n, cell in enumerate(cells)]), path)
-    records = list(read(path).table)
+    records = list(read_rows(path).table)
     assert [record.positives[0].data for record in records if isinstance(record.positives[0], Image)] == data
     assert records[1].positives[0].path == "rows.parquet:2 image"  # type: ignore[union-attr]
     assert content_id(records[0].positives[0]) == content_id(pictures["a"])
@@ -283,12 +282,12 @@ def test_pictures_of_a_hub_set_come_undecoded(monkeypatch: pytest.MonkeyPatch, p
     ]
     found = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows, features=features)})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: found)
-    records = list(load_records("owner/name", TRAIN).table)
+    records = list(read("owner/name", **TRAIN).records().table)
     assert [content_id(record.positives[0]) for record in records] == [content_id(pictures[name]) for name in "ac"]
     rows[1]["image"] = {"bytes": None, "path": "pics/a.png"}
     found["train"] = datasets.Dataset.from_list(rows, features=features)
     with pytest.raises(DataError, match="no folder of its own; set image_root"):
-        load_records("owner/name", TRAIN)
+        read("owner/name", **TRAIN).records()
 
 
 def write_table(rows: list[tuple[Any, list[Any], list[Any]]]) -> Any:
@@ -346,7 +345,7 @@ def test_no_picture_is_on_both_sides_of_a_split(write_picture: WritePicture) -> 
 
 @pytest.mark.parametrize(("name", "count"), [("train.jsonl", 8248), ("train_image_image.jsonl", 1443)])
 def test_emoji_rows_load(real_data: Path, name: str, count: int) -> None:
-    table = read(real_data / "emoji" / name).table
+    table = read_rows(real_data / "emoji" / name).table
     assert len(table) == count
     for record in table:
         (positive,) = record.positives

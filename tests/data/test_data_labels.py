@@ -10,9 +10,7 @@ import pytest
 
 from vembed.data.collate import collate
 from vembed.data.keys import DataKeys
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,17 +26,17 @@ PAIRS = [
 """The form of MRPC, PAWS and QQP."""
 
 
-def options(kind: str, **more: Any) -> SourceOptions:
-    return SourceOptions("train", keys=DataKeys(label_kind=kind, **more))  # type: ignore[arg-type]
+def options(kind: str, **more: Any) -> dict[str, Any]:
+    return {"role": "train", "keys": DataKeys(label_kind=kind, **more)}  # type: ignore[arg-type]
 
 
-def read(write_jsonl: WriteJsonl, rows: list[Any], kind: str = "auto", **more: Any) -> RecordTable:
-    return load_records(str(write_jsonl(rows)), options(kind, **more)).table
+def read_rows(write_jsonl: WriteJsonl, rows: list[Any], kind: str = "auto", **more: Any) -> RecordTable:
+    return read(str(write_jsonl(rows)), **options(kind, **more)).records().table
 
 
 def refusal(write_jsonl: WriteJsonl, rows: list[Any], kind: str = "auto", **more: Any) -> str:
     with pytest.raises(DataError) as caught:
-        read(write_jsonl, rows, kind, **more)
+        read_rows(write_jsonl, rows, kind, **more)
     return str(caught.value)
 
 
@@ -67,7 +65,7 @@ def test_numbers_beside_two_texts_are_refused_with_the_choices(
     write_jsonl: WriteJsonl, rows: list[Any], words: str
 ) -> None:
     if not words:
-        assert [record.label for record in read(write_jsonl, rows)] == ["NaN"], "texts are classes"
+        assert [record.label for record in read_rows(write_jsonl, rows)] == ["NaN"], "texts are classes"
         return
     for role_options in ({}, {"skip_invalid_records": True}):
         message = refusal(write_jsonl, rows, **role_options)
@@ -76,31 +74,31 @@ def test_numbers_beside_two_texts_are_refused_with_the_choices(
         assert "set label_kind" in message.lower()
     column = "score" if "score" in words else "label"
     assert f"column_mapping: {{{column}: null}}" in message
-    assert len(read(write_jsonl, rows, column_mapping={column: None})) == len(rows)
+    assert len(read_rows(write_jsonl, rows, column_mapping={column: None})) == len(rows)
     with pytest.raises(DataError, match="which may say three things"):
-        load_retrieval(str(write_jsonl(rows)), SourceOptions("test"))
+        read(str(write_jsonl(rows)), "test").judged()
 
 
 def test_all_files_of_a_source_are_judged_together(write_jsonl: WriteJsonl) -> None:
     folder = write_jsonl(PAIRS[:1], "rows/a.jsonl").parent
     write_jsonl(PAIRS[1:], "rows/b.jsonl")
     with pytest.raises(DataError, match=r"a\.jsonl:1: label holds 0 and 1 beside two texts"):
-        load_records(str(folder), SourceOptions("train"))
+        read(str(folder), "train").records()
 
 
 @pytest.mark.parametrize("label", ["spam", "cat", "c12", "1f600", "1, 2"])
 @pytest.mark.parametrize("column", ["label", "score"])
 def test_texts_that_are_no_numbers_are_classes_unasked(write_jsonl: WriteJsonl, column: str, label: str) -> None:
-    (record,) = read(write_jsonl, [{"query": "q", "positive": "p", column: label}])
+    (record,) = read_rows(write_jsonl, [{"query": "q", "positive": "p", column: label}])
     assert record.label == label
 
 
 def test_numbers_that_are_written_as_texts_say_what_label_kind_says(write_jsonl: WriteJsonl) -> None:
     rows = graded(["0", "1", " 1 "], "label")
     assert "class  it names the row's class, a number or a text" in refusal(write_jsonl, rows)
-    assert [record.label for record in read(write_jsonl, rows, "class")] == ["0", "1", " 1 "]
+    assert [record.label for record in read_rows(write_jsonl, rows, "class")] == ["0", "1", " 1 "]
     for kind in ("pair", "grade"):
-        assert [record.scores for record in read(write_jsonl, rows, kind)] == [(0.0,), (1.0,), (1.0,)]
+        assert [record.scores for record in read_rows(write_jsonl, rows, kind)] == [(0.0,), (1.0,), (1.0,)]
 
 
 @pytest.mark.parametrize("beside", ["two texts", "a picture"])
@@ -115,8 +113,8 @@ def test_true_and_false_are_no_classes_unasked(
     (cell,) = query.values()
     path = write_jsonl([f"{next(iter(query))},positive,label", f"{cell},p0,True", f"{cell},p1, FALSE"], "rows.csv")
     with pytest.raises(DataError, match=f"rows.csv:2: {words}"):
-        load_records(str(path), options("auto"))
-    assert [record.scores for record in load_records(str(path), options("pair")).table] == [(1.0,), (0.0,)]
+        read(str(path), **options("auto")).records()
+    assert [record.scores for record in read(str(path), **options("pair")).records().table] == [(1.0,), (0.0,)]
 
 
 def test_whole_numbers_beside_a_picture_are_classes_and_others_are_not(
@@ -125,16 +123,16 @@ def test_whole_numbers_beside_a_picture_are_classes_and_others_are_not(
     for name in "ab":
         write_picture(f"{name}.png")
     pictures = {"query_image": "a.png", "positive_image": "b.png"}
-    (record,) = read(write_jsonl, [{**pictures, "label": 7}])
+    (record,) = read_rows(write_jsonl, [{**pictures, "label": 7}])
     assert record.label == 7
-    (record,) = read(write_jsonl, [{"query": "q", "image": "b.png", "label": 1.0}])
+    (record,) = read_rows(write_jsonl, [{"query": "q", "image": "b.png", "label": 1.0}])
     assert record.label == 1
     assert "label holds 0.5 beside a picture" in refusal(write_jsonl, [{**pictures, "label": 0.5}])
     assert "score holds 1 beside a picture" in refusal(write_jsonl, [{**pictures, "score": 1}])
 
 
 def test_class_says_that_numbers_are_classes(write_jsonl: WriteJsonl) -> None:
-    table = read(write_jsonl, PAIRS, "class")
+    table = read_rows(write_jsonl, PAIRS, "class")
     assert [record.label for record in table] == [1, 0, 0]
     batch = collate(table.take([0, 1, 2]), [0, 1, 2])
     assert batch.positives_P2.tolist() == [[0, 0], [1, 1], [1, 2], [2, 1], [2, 2]]
@@ -144,7 +142,7 @@ def test_class_says_that_numbers_are_classes(write_jsonl: WriteJsonl) -> None:
 
 
 def test_pair_lists_every_pair_with_its_truth_and_non_pairs_are_no_positives(write_jsonl: WriteJsonl) -> None:
-    table = read(write_jsonl, [*PAIRS, {"query": "plain", "positive": "row"}], "pair")
+    table = read_rows(write_jsonl, [*PAIRS, {"query": "plain", "positive": "row"}], "pair")
     assert [(record.label, record.scores) for record in table] == [(None, (1.0,)), *[(None, (0.0,))] * 2, (None, ())]
     batch = collate(table.take([0, 1, 2, 3]), [0, 1, 2, 3])
     assert batch.documents == ("a cat is sitting", "the sun shines", "they dance", "row")
@@ -158,7 +156,7 @@ def test_pair_lists_every_pair_with_its_truth_and_non_pairs_are_no_positives(wri
 
 def test_hard_negatives_of_a_pair_are_non_pairs(write_jsonl: WriteJsonl) -> None:
     rows = [{"query": "q", "positive": ["a", "b"], "negatives": ["n"], "label": truth} for truth in (True, False)]
-    true, false = read(write_jsonl, rows, "pair")
+    true, false = read_rows(write_jsonl, rows, "pair")
     assert (true.positives, true.negatives, true.scores) == (("a", "b"), ("n",), (1.0, 1.0, 0.0))
     assert (false.positives, false.negatives, false.scores) == ((), ("a", "b", "n"), (0.0, 0.0, 0.0))
 
@@ -170,7 +168,7 @@ def test_the_truth_of_a_pair_is_one_or_zero(write_jsonl: WriteJsonl, value: Any)
 
 
 def test_grades_keep_their_numbers(write_jsonl: WriteJsonl) -> None:
-    table = read(write_jsonl, graded([4.5, 0, -1.25, None]), "grade")
+    table = read_rows(write_jsonl, graded([4.5, 0, -1.25, None]), "grade")
     assert [record.scores for record in table] == [(4.5,), (0.0,), (-1.25,), ()]
     assert [len(record.positives) for record in table] == [1, 0, 0, 1]
     batch = collate(table.take([0, 2]), [0, 2])
@@ -183,7 +181,7 @@ def test_grades_keep_their_numbers(write_jsonl: WriteJsonl) -> None:
 
 def test_a_row_may_list_a_grade_for_each_of_its_documents(write_jsonl: WriteJsonl) -> None:
     row = {"query": "q", "positive": ["p", "r"], "negatives": ["n"]}
-    (record,) = read(write_jsonl, [{**row, "score": [7, -1.5, -8]}], "grade")
+    (record,) = read_rows(write_jsonl, [{**row, "score": [7, -1.5, -8]}], "grade")
     assert record.scores == (7.0, -1.5, -8.0)
     assert (len(record.positives), len(record.negatives)) == (2, 1), "the teacher doesn't move documents"
     assert "lists 2 grades for the 3 documents" in refusal(write_jsonl, [{**row, "score": [7, 1]}], "grade")
@@ -192,14 +190,14 @@ def test_a_row_may_list_a_grade_for_each_of_its_documents(write_jsonl: WriteJson
     )
     assert "it is 1 (the two belong together) or 0" in refusal(write_jsonl, [{**row, "score": [1, 1, 0]}], "pair")
     path = write_jsonl(["query,positive,negative,label", 'q,p,n,"[2, 1.5]"'], "rows.csv")
-    assert [record.scores for record in load_records(str(path), options("grade")).table] == [(2.0, 1.5)]
+    assert [record.scores for record in read(str(path), **options("grade")).records().table] == [(2.0, 1.5)]
 
 
 def test_csv_holds_truth_and_grades_too(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl(["sentence1,sentence2,label", "a,b, 1 ", "c,d,0", "e,f,"], "rows.csv")
-    assert [record.scores for record in load_records(str(path), options("pair")).table] == [(1.0,), (0.0,), ()]
+    assert [record.scores for record in read(str(path), **options("pair")).records().table] == [(1.0,), (0.0,), ()]
     path.write_text(path.read_text().replace("0", "2.5e0"))
-    assert [record.scores for record in load_records(str(path), options("grade")).table] == [(1.0,), (2.5,), ()]
+    assert [record.scores for record in read(str(path), **options("grade")).records().table] == [(1.0,), (2.5,), ()]
 
 
 @pytest.mark.parametrize("digits", [400, 5000])
@@ -207,18 +205,18 @@ def test_a_cell_of_many_digits_is_no_crash(write_jsonl: WriteJsonl, digits: int)
     path = write_jsonl(["query,positive,label", f"q,p,{'9' * digits}"], "rows.csv")
     for kind, words in (("auto", "holds inf beside two texts"), ("pair", "it is 1"), ("grade", "it is a number")):
         with pytest.raises(DataError, match=f"rows.csv:2: label.* {words}"):
-            load_records(str(path), options(kind))
-    (record,) = load_records(str(path), options("class")).table
+            read(str(path), **options(kind)).records()
+    (record,) = read(str(path), **options("class")).records().table
     assert record.label == "9" * digits
 
 
 def test_only_pairs_that_belong_together_are_relevant(write_jsonl: WriteJsonl) -> None:
     rows = [*PAIRS, {"sentence1": "it rains", "sentence2": "it pours", "label": 1}]
     for kind in ("pair", "grade"):
-        task = load_retrieval(str(write_jsonl(rows)), SourceOptions("test", keys=DataKeys(label_kind=kind)))  # type: ignore[arg-type]
+        task = read(str(write_jsonl(rows)), "test", DataKeys(label_kind=kind)).judged()  # type: ignore[arg-type]
         assert sorted(task.queries.values()) == ["a cat sits", "it rains"]
         assert sorted(task.documents.values()) == sorted(str(row["sentence2"]) for row in rows)
         assert sorted(len(grades) for grades in task.qrels.values()) == [1, 1]
         assert "1 query has no document that belongs to it and isn't searched." in task.notes
     with pytest.raises(DataError, match="no query has a document that belongs to it"):
-        load_retrieval(str(write_jsonl(PAIRS[1:])), SourceOptions("test", keys=DataKeys(label_kind="pair")))
+        read(str(write_jsonl(PAIRS[1:])), "test", DataKeys(label_kind="pair")).judged()

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.data.keys import DataKeys
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-TRAIN = SourceOptions("train")
+TRAIN = {"role": "train"}
 
 
 def write_rows(path: Path, count: int, last: str) -> None:
@@ -33,19 +32,16 @@ def test_an_error_in_the_last_row_is_named(tmp_path: Path, count: int) -> None:
     path = tmp_path / "train.jsonl"
     write_rows(path, count, '{"query": "q", "positive": "p", "negatives": ["p"]}')
     with pytest.raises(DataError, match=rf"train\.jsonl:{count}: negatives: holds the row's own positive"):
-        load_records(str(path), TRAIN)
-    loaded = load_records(
-        str(path), SourceOptions("train", keys=DataKeys(skip_invalid_records=True, max_invalid_records=1))
-    )
+        read(str(path), **TRAIN).records()
+    loaded = read(str(path), "train", DataKeys(skip_invalid_records=True, max_invalid_records=1)).records()
     assert len(loaded.table) == count - 1
     assert loaded.table[count - 2].location == f"train.jsonl:{count - 1}"
 
 
 PEAK = """
 import resource, sys
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
-loaded = load_records(sys.argv[1], SourceOptions("train"))
+from vembed.data.read import read
+loaded = read(sys.argv[1], "train").records()
 print(len(loaded.table), int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]))
 """
 

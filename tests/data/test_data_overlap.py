@@ -8,8 +8,8 @@ import pytest
 
 from vembed.batch import Composed, Image
 from vembed.config.schema import Config
+from vembed.data.judged import RetrievalData
 from vembed.data.overlap import JudgedSets
-from vembed.data.retrieval import RetrievalData
 from vembed.data.run_data import load_run_data
 from vembed.data.table import ItemTable
 from vembed.data.table_writer import RecordWriter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from io import BytesIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 import PIL.Image
@@ -14,9 +15,11 @@ import pytest
 from vembed.batch import Image, content_id
 from vembed.data.builtin import load_builtin, pages
 from vembed.data.builtin.pages import COLUMNS, KINDS, LINES, SCALE, Line
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.splits import Role, SourceOptions
+from vembed.data.read import read
 from vembed.data.table import LoadedRecords
+
+if TYPE_CHECKING:
+    from vembed.data.keys import Role
 
 ROLES: list[Role] = ["train", "validation", "test"]
 
@@ -33,7 +36,7 @@ def glyphs() -> dict[bytes, str]:
     return found
 
 
-def read(picture: Image, glyphs: dict[bytes, str]) -> list[Line]:
+def read_page(picture: Image, glyphs: dict[bytes, str]) -> list[Line]:
     """Read the table of a page."""
     pixels = ~np.asarray(PIL.Image.open(BytesIO(picture.read())))
     assert (pixels == np.kron(pixels[::SCALE, ::SCALE], np.ones((SCALE, SCALE), dtype=bool))).all()
@@ -61,7 +64,7 @@ def test_pages_answer_their_own_questions_and_no_line_stands_twice(glyphs: dict[
             records = table.take(range(start, start + LINES))
             (picture,) = {record.positives for record in records}
             assert isinstance(picture[0], Image)
-            lines = read(picture[0], glyphs)
+            lines = read_page(picture[0], glyphs)
             for line, record in zip(lines, records, strict=True):
                 assert isinstance(record.query, str)
                 assert set(line) <= set(record.query.replace(",", "").split())
@@ -84,7 +87,7 @@ def test_bytes_are_the_same_on_every_machine() -> None:
 
 
 def test_each_question_searches_all_pages_of_its_split() -> None:
-    task = load_retrieval("builtin:pages", SourceOptions("test"))
+    task = read("builtin:pages", "test").judged()
     assert (len(task.queries), len(task.documents)) == (1000, 200)
     assert all(list(grades.values()) == [1] for grades in task.qrels.values())
     dev = load_builtin("pages", "dev")

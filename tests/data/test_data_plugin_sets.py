@@ -10,12 +10,9 @@ from image_cases import png
 import vembed
 from vembed.batch import Image
 from vembed.data.columns import ExtraColumn, LossNeeds
-from vembed.data.corpus import Corpus
+from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys
-from vembed.data.retrieval import RetrievalData
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.data.table import Record
 from vembed.errors import ConfigError, DataError
 from vembed.registry import DATASETS
@@ -23,7 +20,7 @@ from vembed.registry import DATASETS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TRAIN = SourceOptions("train")
+TRAIN = {"role": "train"}
 ROWS = [{"anchor": f"q{n}", "positive": f"p{n}"} for n in range(3)]
 
 
@@ -47,22 +44,29 @@ def add(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_dictionaries_are_read_as_rows_of_a_file_are(add: Callable[..., None]) -> None:
     add(lambda split: ({**row, "query_id": 1} for row in ROWS) if split == "train" else ROWS[:1])
-    loaded = load_records("builtin:toy-set", TRAIN)
+    loaded = read("builtin:toy-set", **TRAIN).records()
     assert [(record.query, record.location) for record in loaded.table] == [
         (f"q{n}", f"toy-set/train:{n + 1}") for n in range(3)
     ]
     assert loaded.notes == ("Ignored columns: query_id.",)
-    assert len(load_records("builtin:toy-set", SourceOptions("train", split="dev")).table) == 1
-    mapped = SourceOptions("train", keys=DataKeys(column_mapping={"anchor": "positive", "positive": "query"}))
-    assert load_records("builtin:toy-set", mapped).table[0].query == "p0"
-    task = load_retrieval("builtin:toy-set", SourceOptions("test"))
+    assert len(read("builtin:toy-set", "train", split="dev").records().table) == 1
+    mapped = {"role": "train", "keys": DataKeys(column_mapping={"anchor": "positive", "positive": "query"})}
+    assert read("builtin:toy-set", **mapped).records().table[0].query == "p0"
+    task = read("builtin:toy-set", "test").judged()
     assert (task.name, list(task.documents.values())) == ("toy-set/test", ["p0"])
-    assert [document.text for document in Corpus("builtin:toy-set")] == ["p0"]
+    assert [document.text for document in read("builtin:toy-set", "test").documents()] == ["p0"]
+
+
+def test_columns_of_training_rows_mean_nothing_to_a_corpus(add: Callable[..., None]) -> None:
+    add(lambda split: ROWS)
+    of_training = DataKeys(column_mapping={"anchor": "positive", "positive": "query", "mine": None}, label_kind="pair")
+    documents = list(read("builtin:toy-set", "train", of_training).documents())
+    assert [document.text for document in documents] == ["p0", "p1", "p2"]
 
 
 def test_pictures_come_as_bytes(add: Callable[..., None]) -> None:
     add(lambda _: [{"query": "red", "image": png("red")}])
-    (record,) = load_records("builtin:toy-set", TRAIN).table
+    (record,) = read("builtin:toy-set", **TRAIN).records().table
     assert record.positives == (Image("toy-set/train:1 image", png("red")),)
 
 
@@ -72,15 +76,15 @@ def test_records_are_kept_as_they_are(add: Callable[..., None]) -> None:
         Record("r", ("s",), (), None, "where:6"),
     ]
     add(lambda _: iter(records))
-    assert [record.label for record in load_records("builtin:toy-set", TRAIN).table] == [7, None]
+    assert [record.label for record in read("builtin:toy-set", **TRAIN).records().table] == [7, None]
     optional = ExtraColumn("weight", "how much it counts", required=False)
     facts = LossNeeds("toy", (optional,))
-    first, second = load_records("builtin:toy-set", SourceOptions("train", loss=facts)).table
+    first, second = read("builtin:toy-set", "train", loss=facts).records().table
     assert (first.scores, dict(first.columns), first.location) == ((1.0, 0.5), {"weight": 2.0}, "where:5")
     assert dict(second.columns) == {"weight": 0.0}
     needed = LossNeeds("toy", (ExtraColumn("weight", "how much it counts"),))
     with pytest.raises(DataError, match=r"^where:6: weight: missing; loss_type toy needs it: how much it counts$"):
-        load_records("builtin:toy-set", SourceOptions("train", loss=needed))
+        read("builtin:toy-set", "train", loss=needed).records()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,7 @@ def test_records_are_kept_as_they_are(add: Callable[..., None]) -> None:
 def test_what_is_wrong_is_named_by_number(add: Callable[..., None], rows: list[Any], words: str) -> None:
     add(lambda _: rows)
     with pytest.raises(DataError, match=words):
-        load_records("builtin:toy-set", TRAIN)
+        read("builtin:toy-set", **TRAIN).records()
 
 
 def test_judgements_of_its_own_are_taken(add: Callable[..., None]) -> None:
@@ -104,14 +108,14 @@ def test_judgements_of_its_own_are_taken(add: Callable[..., None]) -> None:
         return RetrievalData(f"toy-set/{split}", {"1": "q"}, {"2": "p", "3": "also p"}, {"1": {"2": 1, "3": 1}})
 
     add(lambda _: ROWS, retrieval=judged)
-    assert load_retrieval("builtin:toy-set", SourceOptions("validation")).name == "toy-set/validation"
-    assert len(load_records("builtin:toy-set", TRAIN).table) == 3
+    assert read("builtin:toy-set", "validation").judged().name == "toy-set/validation"
+    assert len(read("builtin:toy-set", **TRAIN).records().table) == 3
 
 
 def test_a_record_without_a_line_is_refused(add: Callable[..., None]) -> None:
     add(lambda _: [Record("q", ("p",), (), None, "nowhere")])
     with pytest.raises(DataError, match=r"stands in 'nowhere'; write its location as file:line"):
-        load_records("builtin:toy-set", TRAIN)
+        read("builtin:toy-set", **TRAIN).records()
 
 
 def test_a_taken_name_is_refused() -> None:

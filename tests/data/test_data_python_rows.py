@@ -15,8 +15,7 @@ import pytest
 from vembed.batch import Image, ImageLimits
 from vembed.data.keys import DataKeys
 from vembed.data.python_rows import write_rows
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import DataError, MachineError
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def test_every_holder_of_the_same_rows_gives_the_same_file(tmp_path: Path) -> No
 
 def test_the_rows_are_checked_as_those_of_a_file(tmp_path: Path) -> None:
     path = write_rows(ROWS, tmp_path, "data", ImageLimits())
-    loaded = load_records(str(path), SourceOptions("train", keys=DataKeys(label_kind="class")))
+    loaded = read(str(path), "train", DataKeys(label_kind="class")).records()
     assert [record.query for record in loaded.table] == ["a red fox", "a blue car", "größer 漢字"]
     assert [list(record.negatives) for record in loaded.table] == [[], ["un xofo"], []]
     for wrong, words in (
@@ -68,7 +67,7 @@ def test_the_rows_are_checked_as_those_of_a_file(tmp_path: Path) -> None:
     ):
         path = write_rows(wrong, tmp_path, "data", ImageLimits())
         with pytest.raises(DataError, match=words):
-            load_records(str(path), SourceOptions("train", keys=DataKeys(label_kind="class")))
+            read(str(path), "train", DataKeys(label_kind="class")).records()
 
 
 def test_decimals_are_numbers(tmp_path: Path) -> None:
@@ -102,7 +101,7 @@ def test_pictures_come_in_every_form(tmp_path: Path) -> None:
     rows = [{"query": f"red {number}", "positive_image": form} for number, form in enumerate(forms)]
     path = write_rows(rows, tmp_path / "rows", "data", ImageLimits())
     keys = DataKeys(image_root=str(tmp_path))
-    loaded = load_records(str(path), SourceOptions("train", keys=keys))
+    loaded = read(str(path), "train", keys).records()
     pixels = {PIL.Image.open(record.positives[0].path if record.positives[0].data is None else _file(record)).tobytes()
               for record in loaded.table}  # fmt: skip
     assert pixels == {picture.tobytes()}
@@ -150,4 +149,4 @@ def test_an_error_of_the_callers_own_generator_stays_his_and_a_disk_that_refuses
 def test_base64_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"query": "a", "positive_image": {"bytes": "no!"}}) + "\n")
     with pytest.raises(DataError, match=r"rows.jsonl:1: positive_image: .*not base64"):
-        load_records(str(tmp_path / "rows.jsonl"), SourceOptions("train"))
+        read(str(tmp_path / "rows.jsonl"), "train").records()

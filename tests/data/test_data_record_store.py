@@ -15,8 +15,7 @@ from vembed.batch import Composed, Image
 from vembed.data import table_cache, table_writer
 from vembed.data.columns import ExtraColumn
 from vembed.data.keys import DataKeys
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.data.table import RecordTable
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError, MachineError
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from vembed.data.table import LoadedRecords
 
-TRAIN = SourceOptions("train")
+TRAIN = {"role": "train"}
 
 
 @pytest.fixture
@@ -92,11 +91,11 @@ def test_a_second_start_maps_what_the_first_one_read(
 ) -> None:
     caplog.set_level(logging.INFO)
     path = write(tmp_path / "a.jsonl", [*rows_of(5), {"query": "", "positive": "p"}])
-    options = SourceOptions("train", keys=DataKeys(skip_invalid_records=True))
-    first = load_records(path, options)
+    options = {"role": "train", "keys": DataKeys(skip_invalid_records=True)}
+    first = read(path, **options).records()
     assert not is_mapped(first, caplog)
     fingerprint = first.table.fingerprint
-    second = load_records(path, options)
+    second = read(path, **options).records()
     assert is_mapped(second, caplog)
     assert list(first.table) == list(second.table)
     assert first.notes == second.notes
@@ -110,14 +109,14 @@ def test_a_second_start_maps_what_the_first_one_read(
 def test_files_below_the_size_are_not_kept(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl", rows_of(5))
     monkeypatch.setattr(table_cache, "LEAST_BYTES", (tmp_path / "a.jsonl").stat().st_size + 1)
-    assert load_records(path, TRAIN).table.folder is None
+    assert read(path, **TRAIN).records().table.folder is None
     monkeypatch.setattr(table_cache, "LEAST_BYTES", (tmp_path / "a.jsonl").stat().st_size)
-    assert load_records(path, TRAIN).table.folder in folders(cache)
+    assert read(path, **TRAIN).records().table.folder in folders(cache)
 
 
 def test_never_keeps_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(table_cache.VARIABLE, "never")
-    assert load_records(write(tmp_path / "a.jsonl", rows_of(5)), TRAIN).table.folder is None
+    assert read(write(tmp_path / "a.jsonl", rows_of(5)), **TRAIN).records().table.folder is None
     assert not cache.exists()
 
 
@@ -126,13 +125,13 @@ def test_what_changed_is_read_anew_and_takes_the_place_of_the_old(
 ) -> None:
     caplog.set_level(logging.INFO)
     path = write(tmp_path / "a.jsonl", rows_of(5))
-    before = load_records(path, TRAIN)
+    before = read(path, **TRAIN).records()
     assert not is_mapped(before, caplog)
-    assert is_mapped(load_records(path, TRAIN), caplog)
+    assert is_mapped(read(path, **TRAIN).records(), caplog)
     stat = (tmp_path / "a.jsonl").stat()
     write(tmp_path / "a.jsonl", rows_of(5, "d"))
     os.utime(tmp_path / "a.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    after = load_records(path, TRAIN)  # equal size, and a time that was set back
+    after = read(path, **TRAIN).records()  # equal size, and a time that was set back
     assert not is_mapped(after, caplog)
     assert after.table[0].positives == ("d0",)
     assert len(folders(cache)) == 1
@@ -142,21 +141,21 @@ def test_what_changed_is_read_anew_and_takes_the_place_of_the_old(
 @pytest.mark.parametrize(
     "changed",
     [
-        SourceOptions("validation"),
-        SourceOptions("train", keys=DataKeys(column_mapping={"more": "negatives"})),
-        SourceOptions("train", keys=DataKeys(label_kind="class")),
-        SourceOptions("train", keys=DataKeys(skip_invalid_records=True)),
+        {"role": "validation"},
+        {"role": "train", "keys": DataKeys(column_mapping={"more": "negatives"})},
+        {"role": "train", "keys": DataKeys(label_kind="class")},
+        {"role": "train", "keys": DataKeys(skip_invalid_records=True)},
     ],
 )
 def test_rows_read_in_another_way_are_others(
-    tmp_path: Path, cache: Path, changed: SourceOptions, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, cache: Path, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     path = write(tmp_path / "a.jsonl", [{**row, "more": "n"} for row in rows_of(5)])
-    load_records(path, TRAIN)
-    assert not is_mapped(load_records(path, changed), caplog)
-    same = SourceOptions("train", keys=DataKeys(num_workers=3, drop_last=True))
-    assert is_mapped(load_records(path, same), caplog)
+    read(path, **TRAIN).records()
+    assert not is_mapped(read(path, **changed).records(), caplog)
+    same = {"role": "train", "keys": DataKeys(num_workers=3, drop_last=True)}
+    assert is_mapped(read(path, **same).records(), caplog)
     assert len(folders(cache)) == 2
 
 
@@ -184,38 +183,38 @@ def test_what_is_damaged_is_read_anew(
 ) -> None:
     caplog.set_level(logging.INFO)
     path = write(tmp_path / "a.jsonl", rows_of(5))
-    first = list(load_records(path, TRAIN).table)
+    first = list(read(path, **TRAIN).records().table)
     damage(folders(cache)[0])
-    again = load_records(path, TRAIN)
+    again = read(path, **TRAIN).records()
     assert "the data are read anew" in caplog.text
     assert not is_mapped(again, caplog)
     assert list(again.table) == first
-    assert is_mapped(load_records(path, TRAIN), caplog)
+    assert is_mapped(read(path, **TRAIN).records(), caplog)
 
 
 def test_what_a_kill_left_is_cleared_away_and_nothing_is_kept_of_refused_data(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"query": "q"}])
     with pytest.raises(DataError, match="positive"):
-        load_records(path, TRAIN)
+        read(path, **TRAIN).records()
     assert folders(cache) == []
     write(tmp_path / "a.jsonl", rows_of(5))
-    left = load_records(path, TRAIN).table.folder
+    left = read(path, **TRAIN).records().table.folder
     assert left is not None
     shutil.copytree(left, cache / f".{left.name}.left")
     shutil.rmtree(left)
-    assert load_records(path, TRAIN).table.folder == left
+    assert read(path, **TRAIN).records().table.folder == left
     assert folders(cache) == [left]
 
 
 def test_pictures_in_files_are_looked_at_in_every_start(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
     path = write(tmp_path / "a.jsonl", [{"query": f"q{i}", "positive_image": "a.png"} for i in range(3)])
-    loaded = load_records(path, TRAIN)
+    loaded = read(path, **TRAIN).records()
     assert folders(cache) == []
     assert loaded.table[2].positives == (Image(str((tmp_path / "a.png").resolve())),)
     (tmp_path / "a.png").unlink()
     with pytest.raises(DataError, match="no such file"):
-        load_records(path, TRAIN)
+        read(path, **TRAIN).records()
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(
@@ -224,7 +223,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
     path = write(tmp_path / "a.jsonl", rows_of(5))
     stamps = iter([[(1, 2)], [(1, 3)]])
     monkeypatch.setattr(table_cache, "_stamps", lambda files: next(stamps))
-    assert len(load_records(path, TRAIN).table) == 5
+    assert len(read(path, **TRAIN).records().table) == 5
     assert folders(cache) == []
 
 
@@ -233,11 +232,11 @@ def test_a_folder_without_room_is_named_and_not_used(
 ) -> None:
     path = write(tmp_path / "a.jsonl", rows_of(5))
     monkeypatch.setattr(table_cache, "FREE_SHARE", 1e30)
-    loaded = load_records(path, TRAIN)
+    loaded = read(path, **TRAIN).records()
     assert loaded.table.folder is None
     assert loaded.notes[-1].startswith(f"The rows are not kept in {cache}: it has ")
     monkeypatch.setenv(table_cache.VARIABLE, path)
-    loaded = load_records(path, TRAIN)
+    loaded = read(path, **TRAIN).records()
     assert loaded.table.folder is None
     assert "Not a directory" in loaded.notes[-1]
 
@@ -249,7 +248,7 @@ def test_a_disk_that_fills_up_says_what_to_do(tmp_path: Path, cache: Path, monke
     path = write(tmp_path / "a.jsonl", rows_of(5))
     monkeypatch.setattr(table_cache, "fsync_path", full)
     with pytest.raises(MachineError, match=r"can't be kept in .*No space left on device; .*VEMBED_CACHE"):
-        load_records(path, TRAIN)
+        read(path, **TRAIN).records()
     assert folders(cache) == []
 
 
@@ -257,18 +256,18 @@ def test_processes_that_start_together_read_once_and_share(tmp_path: Path, cache
     path = write(tmp_path / "a.jsonl", rows_of(2000))
     children = []
     for _ in range(3):
-        read, write_end = os.pipe()
+        read_end, write_end = os.pipe()
         child = os.fork()
         if not child:
-            loaded = load_records(path, TRAIN)
+            loaded = read(path, **TRAIN).records()
             stat = (cache / loaded.table.folder.name / "items.arrow").stat() if loaded.table.folder else None
             os.write(write_end, f"{loaded.table.fingerprint} {stat and stat.st_ino}".encode())
             os._exit(0)
         os.close(write_end)
-        children.append((child, read))
+        children.append((child, read_end))
     told = set()
-    for child, read in children:
-        with os.fdopen(read) as pipe:
+    for child, read_end in children:
+        with os.fdopen(read_end) as pipe:
             told.add(pipe.read())
         assert os.waitpid(child, 0)[1] == 0
     assert len(told) == 1
@@ -291,6 +290,6 @@ def test_without_locks_in_the_file_system_the_first_one_wins(
         keep(loaded, shutil.copytree(tmp_path / "copy", cache / ".another"), folder)
 
     monkeypatch.setattr(table_cache, "_keep", late)
-    loaded = load_records(path, TRAIN)
+    loaded = read(path, **TRAIN).records()
     assert [record.query for record in loaded.table] == [f"q{i}" for i in range(5)]
     assert loaded.table.folder in folders(cache)

@@ -5,12 +5,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.batch import content_id
-from vembed.data import retrieval_sources
+from vembed.data import judged
 from vembed.data.collate import collate
 from vembed.data.keys import DataKeys
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import DataError
 from vembed.evaluation.run import RunBuilder
 
@@ -19,9 +17,9 @@ if TYPE_CHECKING:
 
     from conftest import WriteJsonl
 
-    from vembed.data.retrieval import RetrievalData
+    from vembed.data.judged import RetrievalData
 
-TEST = SourceOptions("test")
+TEST = {"role": "test"}
 
 
 def relevant_texts(task: RetrievalData) -> dict[str, set[str]]:
@@ -37,7 +35,7 @@ def test_rows_become_distinct_documents_and_merged_queries(write_jsonl: WriteJso
         {"query": "q2", "positive": "c", "negatives": ["a", "d"], "label": "x"},
         {"query": " q1 ", "positive": "e ", "negatives": ["a"]},
     ]
-    task = load_retrieval(str(write_jsonl(rows, "test.jsonl")), TEST)
+    task = read(str(write_jsonl(rows, "test.jsonl")), **TEST).judged()
     assert task.name == "test.jsonl"
     assert sorted(task.documents.values()) == ["a", "b", "c", "d", "e "]
     assert relevant_texts(task) == {"q1": {"a", "b", "e ", "c"}, "q2": {"c", "a", "b"}}
@@ -58,12 +56,12 @@ def test_what_training_takes_as_positives_is_what_is_relevant(write_jsonl: Write
         {"query": "a fork", "positive": "fork", "label": "7a"},
     ]
     path = str(write_jsonl(rows, "test.jsonl"))
-    records = list(load_records(path, TEST).table)
+    records = list(read(path, **TEST).records().table)
     batch = collate(records, range(len(records)))
     wanted: dict[object, set[object]] = {}
     for query, document in batch.positives_P2.tolist():
         wanted.setdefault(batch.queries[query], set()).add(batch.documents[document])
-    task = load_retrieval(path, TEST)
+    task = read(path, **TEST).judged()
     assert wanted == relevant_texts(task)
     assert wanted["mug 7 left"] == {"mug 7 right", "mug 7 hand", "mug 7 sink"}
     assert wanted["a copy"] == {"cup", "a copy"}, "a row's own positive stays"
@@ -72,7 +70,7 @@ def test_what_training_takes_as_positives_is_what_is_relevant(write_jsonl: Write
 def test_a_model_that_ranks_each_class_first_is_perfect(write_jsonl: WriteJsonl) -> None:
     rows = [{"query": f"q{i}", "positive": f"p{i}", "label": f"class {i % 3}"} for i in range(60)]
     rows += [{"query": f"p{i}", "positive": f"p{i + 3}", "label": f"class {i % 3}"} for i in range(6)]
-    task = load_retrieval(str(write_jsonl(rows, "test.jsonl")), TEST)
+    task = read(str(write_jsonl(rows, "test.jsonl")), **TEST).judged()
     builder = RunBuilder(task)
     for query_id in builder.query_ids:
         own = {str(row["label"]) for row in rows if row["query"] == task.queries[query_id]}
@@ -87,10 +85,10 @@ def test_of_classes_too_large_to_judge_some_queries_search(
     write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"query": f"q{i}", "positive": f"p{i}", "label": "one"} for i in range(40)]
-    whole = load_retrieval(str(write_jsonl(rows, "test.jsonl")), TEST)
-    monkeypatch.setattr(retrieval_sources, "MOST_CLASS_JUDGEMENTS", 10 * 40 + 39)
+    whole = read(str(write_jsonl(rows, "test.jsonl")), **TEST).judged()
+    monkeypatch.setattr(judged, "MOST_CLASS_JUDGEMENTS", 10 * 40 + 39)
     for order in (rows, rows[::-1]):
-        task = load_retrieval(str(write_jsonl(order, "test.jsonl")), TEST)
+        task = read(str(write_jsonl(order, "test.jsonl")), **TEST).judged()
         assert sorted(task.queries) == sorted(task.qrels) == sorted(whole.queries)[:10]
         assert task.documents == whole.documents
         assert all(len(grades) == 40 for grades in task.qrels.values())
@@ -100,8 +98,8 @@ def test_of_classes_too_large_to_judge_some_queries_search(
 
 def test_ids_are_the_content_hash_in_hexadecimal_and_ignore_row_order(write_jsonl: WriteJsonl) -> None:
     rows = [{"query": f"q{i}", "positive": f"p{i}"} for i in range(20)]
-    task = load_retrieval(str(write_jsonl(rows, "a.jsonl")), TEST)
-    again = load_retrieval(str(write_jsonl(rows[::-1], "b.jsonl")), TEST)
+    task = read(str(write_jsonl(rows, "a.jsonl")), **TEST).judged()
+    again = read(str(write_jsonl(rows[::-1], "b.jsonl")), **TEST).judged()
     assert (task.queries, task.documents, task.qrels) == (again.queries, again.documents, again.qrels)
     for name, text in task.documents.items():
         assert len(name) == 16
@@ -111,37 +109,35 @@ def test_ids_are_the_content_hash_in_hexadecimal_and_ignore_row_order(write_json
 
 def test_the_notes_of_reading_are_kept(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl([{"query": "q", "positive": "p", "id": 1}, "{"])
-    task = load_retrieval(
-        str(path), SourceOptions("test", keys=DataKeys(skip_invalid_records=True, max_invalid_records=1))
-    )
+    task = read(str(path), "test", DataKeys(skip_invalid_records=True, max_invalid_records=1)).judged()
     assert [note.partition(":")[0] for note in task.notes] == ["1 invalid row dropped", "Ignored columns"]
 
 
 def test_a_beir_folder_is_taken_as_it_is(beir_files: Path) -> None:
-    task = load_retrieval(str(beir_files), TEST)
+    task = read(str(beir_files), **TEST).judged()
     assert set(task.documents) == {"d1", "d2", "d3"}
     assert task.qrels["q1"] == {"d1": 2, "d2": 0}
-    mapped = load_retrieval(str(beir_files), SourceOptions("test", keys=DataKeys(column_mapping={"x": None})))
+    mapped = read(str(beir_files), "test", DataKeys(column_mapping={"x": None})).judged()
     assert mapped.notes == ("column_mapping has no effect on a BEIR folder.",)
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "*.jsonl", "{0..3}.jsonl", "flickr30k:nowhere"])
 def test_what_a_command_was_given_is_named_as_the_command_names_it(name: str, tmp_path: Path) -> None:
-    options = SourceOptions("test", named=("--data", "--split"))
+    options = {"role": "test", "named": ("--data", "--split")}
     with pytest.raises(DataError, match=r"^--data: "):
-        load_retrieval(f"{tmp_path}/{name}" if ":" not in name else name, options)
+        read(f"{tmp_path}/{name}" if ":" not in name else name, **options).judged()
 
 
 def test_a_split_that_is_not_there_is_named_as_the_command_names_it(tmp_path: Path) -> None:
     rows = '{"query": "a", "positive": "b"}\n'
     (tmp_path / "train.jsonl").write_text(rows)
     (tmp_path / "dev.jsonl").write_text(rows)
-    options = SourceOptions("test", "tset", named=("--data", "--split"))
+    options = {"role": "test", "split": "tset", "named": ("--data", "--split")}
     with pytest.raises(DataError, match="Choose one with --split, or name the file in --data"):
-        load_retrieval(str(tmp_path), options)
+        read(str(tmp_path), **options).judged()
     (tmp_path / "qrels").mkdir()
     (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n")
     for part in ("corpus", "queries"):
         (tmp_path / f"{part}.jsonl").touch()
     with pytest.raises(DataError, match=r"Choose one with --split$"):
-        load_retrieval(str(tmp_path), options)
+        read(str(tmp_path), **options).judged()

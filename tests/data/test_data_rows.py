@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from vembed.data.keys import DataKeys
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -18,20 +17,20 @@ if TYPE_CHECKING:
 
     from vembed.data.table import Record
 
-TRAIN = SourceOptions("train")
+TRAIN = {"role": "train"}
 GOOD = {"query": "a query", "positive": "an answer"}
 
 
-CLASSES = SourceOptions("train", keys=DataKeys(label_kind="class"))
+CLASSES = {"role": "train", "keys": DataKeys(label_kind="class")}
 
 
-def mapped(mapping: Mapping[str, str | None]) -> SourceOptions:
+def mapped(mapping: Mapping[str, str | None]) -> dict[str, Any]:
     # Python callers may also name aliases, which a configuration doesn't take.
-    return SourceOptions("train", keys=DataKeys.model_construct(column_mapping=mapping))
+    return {"role": "train", "keys": DataKeys.model_construct(column_mapping=mapping)}
 
 
-def only(write_jsonl: WriteJsonl, row: Any, options: SourceOptions = TRAIN) -> Record:
-    (record,) = load_records(str(write_jsonl([row])), options).table
+def only(write_jsonl: WriteJsonl, row: Any, options: dict[str, Any] = TRAIN) -> Record:
+    (record,) = read(str(write_jsonl([row])), **options).records().table
     return record
 
 
@@ -77,13 +76,13 @@ def test_a_broken_row_is_refused_with_line_column_and_reason(
 ) -> None:
     path = write_jsonl([GOOD, row, GOOD])
     with pytest.raises(DataError) as caught:
-        load_records(str(path), TRAIN)
+        read(str(path), **TRAIN).records()
     message = str(caught.value)
     assert f"1 invalid row in {path}" in message
     assert f"  train.jsonl:2: {column + ': ' if column else ''}" in message
     assert reason in message
     assert "skip_invalid_records: true" in message
-    assert len(load_records(str(write_jsonl([GOOD, GOOD])), TRAIN).table) == 2
+    assert len(read(str(write_jsonl([GOOD, GOOD])), **TRAIN).records().table) == 2
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_names_of_negatives(write_jsonl: WriteJsonl, columns: dict[str, Any]) ->
 def test_an_alias_beside_its_key_names_both(write_jsonl: WriteJsonl, extra: dict[str, Any], names: list[str]) -> None:
     path = write_jsonl([GOOD, {**GOOD, **extra}])
     with pytest.raises(DataError, match=r"train\.jsonl:2: columns") as caught:
-        load_records(str(path), TRAIN)
+        read(str(path), **TRAIN).records()
     assert all(name in str(caught.value) for name in names)
     # The fix that the message gives, on rows that all have the column.
     last = names[1].strip("'")
@@ -169,7 +168,7 @@ def test_an_alias_beside_its_key_names_both(write_jsonl: WriteJsonl, extra: dict
 
 def test_rows_may_differ_in_their_names(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl([GOOD, {"anchor": "q2", "text": "p2"}, {"negative_1": "n", **GOOD}])
-    assert [record.query for record in load_records(str(path), TRAIN).table] == ["a query", "q2", "a query"]
+    assert [record.query for record in read(str(path), **TRAIN).records().table] == ["a query", "q2", "a query"]
 
 
 def test_column_mapping_renames_and_drops(write_jsonl: WriteJsonl) -> None:
@@ -193,7 +192,7 @@ def test_mapping_a_column_that_no_row_has_names_the_closest(write_jsonl: WriteJs
 
 def test_mapping_a_column_of_the_last_row_only_is_fine(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl([GOOD, {**GOOD, "image": "x.png"}])
-    assert len(load_records(str(path), mapped({"image": None})).table) == 2
+    assert len(read(str(path), **mapped({"image": None})).records().table) == 2
 
 
 @pytest.mark.parametrize(
@@ -216,47 +215,47 @@ def test_a_column_that_no_row_has_is_said_once(write_jsonl: WriteJsonl) -> None:
     with pytest.raises(
         DataError, match=r"no row of .* has a column 'query'.*column_mapping: \{qeury: query\}"
     ) as caught:
-        load_records(str(path), TRAIN)
+        read(str(path), **TRAIN).records()
     assert str(caught.value).count("\n") == 0
 
 
 def test_unknown_columns_are_ignored_and_named_once(write_jsonl: WriteJsonl) -> None:
-    loaded = load_records(str(write_jsonl([{**GOOD, "id": 1}, {**GOOD, "id": 2, "source": "x"}])), TRAIN)
+    loaded = read(str(write_jsonl([{**GOOD, "id": 1}, {**GOOD, "id": 2, "source": "x"}])), **TRAIN).records()
     assert loaded.notes == ("Ignored columns: id, source.",)
-    assert load_records(str(write_jsonl([GOOD])), TRAIN).notes == ()
+    assert read(str(write_jsonl([GOOD])), **TRAIN).records().notes == ()
 
 
 def test_rows_with_one_problem_are_one_line(write_jsonl: WriteJsonl) -> None:
     bad = {"query": "", "positive": "p"}
     with pytest.raises(DataError) as caught:
-        load_records(str(write_jsonl([GOOD, *[bad] * 33, "{"])), TRAIN)
+        read(str(write_jsonl([GOOD, *[bad] * 33, "{"])), **TRAIN).records()
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("34 invalid rows in ")
     assert lines[1] == "  train.jsonl:2, 3, 4 and 30 more rows: query: empty text"
     assert lines[2].startswith("  train.jsonl:35: bad JSON")
     assert "max_invalid_records: 34" in lines[3]
     with pytest.raises(DataError, match=r"  all 33 rows, the first train.jsonl:1: query: empty text\n"):
-        load_records(str(write_jsonl([bad] * 33)), TRAIN)
+        read(str(write_jsonl([bad] * 33)), **TRAIN).records()
     with pytest.raises(DataError, match=r"  train.jsonl:1, 3: query: empty text\n"):
-        load_records(str(write_jsonl([bad, GOOD, bad])), TRAIN)
+        read(str(write_jsonl([bad, GOOD, bad])), **TRAIN).records()
 
 
 def test_problems_that_differ_by_a_value_are_one_line_with_the_first(write_jsonl: WriteJsonl) -> None:
     rows: list[Any] = [{"caption": "c", "image": f"{number}.png"} for number in range(300)]
     with pytest.raises(DataError) as caught:
-        load_records(str(write_jsonl(rows)), TRAIN)
+        read(str(write_jsonl(rows)), **TRAIN).records()
     lines = str(caught.value).splitlines()
     assert lines[1].startswith("  all 300 rows, the first train.jsonl:1: image: '0.png': no such file in")
     assert len(lines) == 3
     with pytest.raises(DataError, match=r"train.jsonl:2, 3, 4 and 297 more rows, the first: image: '0.png': no such"):
-        load_records(str(write_jsonl([{"caption": "c", "image": "https://x"}, *rows])), TRAIN)
+        read(str(write_jsonl([{"caption": "c", "image": "https://x"}, *rows])), **TRAIN).records()
 
 
 def test_the_first_twenty_kinds_of_problems_and_the_count_are_listed(write_jsonl: WriteJsonl) -> None:
     names = [chr(ord("a") + number) for number in range(25)]
     rows: list[Any] = [{**GOOD, f"bad_{name}": ""} for name in names for _ in range(2)]
     with pytest.raises(DataError) as caught:
-        load_records(str(write_jsonl(rows)), TRAIN)
+        read(str(write_jsonl(rows)), **TRAIN).records()
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("50 invalid rows in ")
     assert lines[1:21] == [f"  train.jsonl:{2 * n + 1}, {2 * n + 2}: bad_{names[n]}: empty text" for n in range(20)]
@@ -265,24 +264,19 @@ def test_the_first_twenty_kinds_of_problems_and_the_count_are_listed(write_jsonl
 
 def test_skip_drops_counts_and_names_up_to_the_budget(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl([GOOD, "{", {**GOOD, "query": "second"}, {"query": "q"}, GOOD])
-    loaded = load_records(
-        str(path), SourceOptions("train", keys=DataKeys(skip_invalid_records=True, max_invalid_records=2))
-    )
+    loaded = read(str(path), "train", DataKeys(skip_invalid_records=True, max_invalid_records=2)).records()
     assert [record.location for record in loaded.table] == ["train.jsonl:1", "train.jsonl:3", "train.jsonl:5"]
     assert loaded.num_invalid == 2
     assert "2 invalid rows dropped: train.jsonl:2: bad JSON" in loaded.notes[0]
     assert "train.jsonl:4: positive: missing" in loaded.notes[0]
     with pytest.raises(DataError, match=r"2 invalid rows in (.|\n)*more than max_invalid_records: 1"):
-        load_records(str(path), SourceOptions("train", keys=DataKeys(skip_invalid_records=True, max_invalid_records=1)))
+        read(str(path), "train", DataKeys(skip_invalid_records=True, max_invalid_records=1)).records()
     with pytest.raises(DataError, match="2 invalid rows"):
-        load_records(
-            str(path), SourceOptions("train", keys=DataKeys(skip_invalid_records=False, max_invalid_records=2))
-        )
+        read(str(path), "train", DataKeys(skip_invalid_records=False, max_invalid_records=2)).records()
 
 
 def test_skipping_every_row_is_an_error(write_jsonl: WriteJsonl) -> None:
     with pytest.raises(DataError, match=r"all 2 rows of .* are invalid"):
-        load_records(
-            str(write_jsonl(["{", "{"])),
-            SourceOptions("train", keys=DataKeys(skip_invalid_records=True, max_invalid_records=5)),
-        )
+        read(
+            str(write_jsonl(["{", "{"])), "train", DataKeys(skip_invalid_records=True, max_invalid_records=5)
+        ).records()

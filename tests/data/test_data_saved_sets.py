@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import pyarrow as pa
@@ -13,9 +13,8 @@ from image_cases import png
 from vembed.config.load import load_config
 from vembed.data import table_cache
 from vembed.data.keys import DataKeys
+from vembed.data.read import read
 from vembed.data.run_data import load_run_data
-from vembed.data.sources import load_records, refuse_missing
-from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 
     from conftest import WriteJsonl
 
-    from vembed.data.splits import Role
+    from vembed.data.keys import Role
 
-TRAIN = SourceOptions("train")
+TRAIN = {"role": "train"}
 
 
 def saved(folder: Path, names: str, **more: list[object]) -> datasets.Dataset:
@@ -34,12 +33,12 @@ def saved(folder: Path, names: str, **more: list[object]) -> datasets.Dataset:
     return rows
 
 
-def queries(path: Path | str, options: SourceOptions = TRAIN) -> list[object]:
-    refuse_missing(str(path), options)
-    return [record.query for record in load_records(str(path), options).table]
+def queries(path: Path | str, options: dict[str, Any] = TRAIN) -> list[object]:
+    read(str(path), **options).refuse_missing()
+    return [record.query for record in read(str(path), **options).records().table]
 
 
-def refusal(path: Path | str, options: SourceOptions = TRAIN) -> str:
+def refusal(path: Path | str, options: dict[str, Any] = TRAIN) -> str:
     with pytest.raises(DataError) as caught:
         queries(path, options)
     return str(caught.value)
@@ -48,11 +47,11 @@ def refusal(path: Path | str, options: SourceOptions = TRAIN) -> str:
 def test_a_saved_set_is_read(tmp_path: Path) -> None:
     saved(tmp_path / "set", "abc", extra=[1, 2, 3])
     (tmp_path / "set" / "cache-0123.arrow").write_bytes(b"of another step of the user's code")
-    loaded = load_records(str(tmp_path / "set"), TRAIN)
+    loaded = read(str(tmp_path / "set"), **TRAIN).records()
     assert [record.query for record in loaded.table] == ["q a", "q b", "q c"]
     assert loaded.table[2].location == "data-00000-of-00001.arrow:3"
     assert loaded.columns.ignored == ("extra",)
-    assert "has no splits" in refusal(tmp_path / "set", SourceOptions("train", "train"))
+    assert "has no splits" in refusal(tmp_path / "set", {"role": "train", "split": "train"})
 
 
 def test_a_saved_set_of_several_files_is_read_in_order_and_kept(
@@ -65,7 +64,7 @@ def test_a_saved_set_of_several_files_is_read_in_order_and_kept(
     rows.save_to_disk(str(tmp_path / "set"), num_shards=3)
     for _ in range(2):
         assert queries(tmp_path / "set") == names
-    assert load_records(str(tmp_path / "set"), TRAIN).table.folder is not None
+    assert read(str(tmp_path / "set"), **TRAIN).records().table.folder is not None
 
 
 @pytest.mark.parametrize(
@@ -77,8 +76,8 @@ def test_a_saved_set_with_splits_is_never_read_across_them(
     parts = {"train": "a", "validation": "b", "extra": "c"}
     sets = {name: datasets.Dataset.from_dict({"query": [f"q {row}"], "text": [row]}) for name, row in parts.items()}
     datasets.DatasetDict(sets).save_to_disk(str(tmp_path / "set"))
-    assert queries(tmp_path / "set", SourceOptions(role, split)) == [expected]
-    assert "has no split 'test'; it has: train, validation, extra" in refusal(tmp_path / "set", SourceOptions("test"))
+    assert queries(tmp_path / "set", {"role": role, "split": split}) == [expected]
+    assert "has no split 'test'; it has: train, validation, extra" in refusal(tmp_path / "set", {"role": "test"})
 
 
 def test_pictures_of_a_saved_set_are_read(tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ def test_pictures_of_a_saved_set_are_read(tmp_path: Path) -> None:
     features = datasets.Features({"caption": datasets.Value("string"), "image": datasets.Image()})
     rows = datasets.Dataset.from_dict({"caption": ["a", "b"], "image": pictures}, features=features)
     rows.save_to_disk(str(tmp_path / "set"))
-    first, second = load_records(str(tmp_path / "set"), TRAIN).table
+    first, second = read(str(tmp_path / "set"), **TRAIN).records().table
     assert [bytes(each.positives[0].data) for each in (first, second)] == [png(), png("blue")]  # type: ignore[union-attr,arg-type]
 
 

@@ -11,11 +11,8 @@ import pytest
 from image_cases import png
 
 from vembed.batch import Composed, Image, ImageLimits, content_id
-from vembed.data.corpus import Corpus
 from vembed.data.images import ImageError, item_id
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError
 from vembed.training.batches import estimated_costs
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def only(path: Path) -> Record:
-    (record,) = load_records(str(path), SourceOptions("train")).table
+    (record,) = read(str(path), "train").records().table
     return record
 
 
@@ -142,17 +139,17 @@ def test_a_list_beside_an_id_is_one_document_of_a_beir_folder_and_of_a_corpus(
     (tmp_path / "qrels").mkdir()
     (tmp_path / "qrels/test.tsv").write_text("q\td1\t1\n")
     expected = [Composed(pages[:2], ""), Composed((pages[2], pages[0]), "with a text"), pages[2]]
-    task = load_retrieval(str(tmp_path), SourceOptions("test"))
+    task = read(str(tmp_path), "test").judged()
     assert list(task.documents.values()) == expected
     assert task.queries == {"q": Composed(pages[1:], "")}
-    documents = list(Corpus(str(tmp_path)))
+    documents = list(read(str(tmp_path), "test").documents())
     assert [document.item for document in documents] == expected
     assert [document.path for document in documents] == ["red.png + green.png", "blue.png + red.png", "blue.png"]
 
 
 def test_rows_without_an_id_are_a_corpus_of_their_documents(write_jsonl: WriteJsonl, pages: tuple[Image, ...]) -> None:
     rows = [{"caption": "c", "image": [["red.png", "green.png"], "blue.png"]}, {"image": [["red.png", "green.png"]]}]
-    corpus = Corpus(str(write_jsonl(rows)))
+    corpus = read(str(write_jsonl(rows)), "test").documents()
     documents = list(corpus)
     assert [document.item for document in documents] == [Composed(pages[:2], ""), pages[2]]
     assert [document.text for document in documents] == ["c", "c"]

@@ -17,13 +17,11 @@ import pytest
 from vembed.batch import Image, content_id
 from vembed.data.builtin import load_builtin, load_builtin_retrieval, shapes
 from vembed.data.builtin.shapes import BACKGROUNDS, COLOURS
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 
 if TYPE_CHECKING:
     from vembed.data.builtin.shapes import Scene
-    from vembed.data.splits import Role
+    from vembed.data.keys import Role
     from vembed.data.table import RecordTable
 
 ROLES: list[Role] = ["train", "validation", "test"]
@@ -184,9 +182,9 @@ def test_another_process_draws_the_same(tables: dict[Role, RecordTable]) -> None
 
 
 def test_the_set_is_reached_by_name() -> None:
-    assert len(load_records("builtin:shapes", SourceOptions("validation")).table) == 500
+    assert len(read("builtin:shapes", "validation").records().table) == 500
     assert len(load_builtin("shapes", "dev").table) == 500
-    task = load_retrieval("builtin:shapes", SourceOptions("test"))
+    task = read("builtin:shapes", "test").judged()
     assert task.name == "shapes/test"
     assert len(task.documents) == 1000
     assert all(isinstance(item, Image) for item in task.documents.values())

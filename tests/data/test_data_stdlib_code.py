@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from vembed.data.builtin import load_builtin, stdlib_code
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import DataError
 
 SPLITS = ("train", "dev", "test")
@@ -109,14 +107,14 @@ def test_files_that_do_not_parse_are_counted(tmp_path: Path) -> None:
 
 
 def test_role_and_split_name_the_same_part() -> None:
-    by_role = load_records("builtin:stdlib-code", SourceOptions("validation"))
-    by_split = load_records("builtin:stdlib-code", SourceOptions("train", split="dev"))
+    by_role = read("builtin:stdlib-code", "validation").records()
+    by_split = read("builtin:stdlib-code", "train", split="dev").records()
     assert by_role.table.fingerprint == by_split.table.fingerprint
-    assert by_role.table.fingerprint != load_records("builtin:stdlib-code", SourceOptions("test")).table.fingerprint
+    assert by_role.table.fingerprint != read("builtin:stdlib-code", "test").records().table.fingerprint
 
 
 def test_as_retrieval_each_docstring_searches_the_bodies_of_its_split() -> None:
-    task = load_retrieval("builtin:stdlib-code", SourceOptions("test"))
+    task = read("builtin:stdlib-code", "test").judged()
     count = len(load_builtin("stdlib-code", "test").table)
     assert task.name == "stdlib-code/test"
     assert len(task.queries) == len(task.documents) == len(task.qrels) == count
@@ -125,6 +123,6 @@ def test_as_retrieval_each_docstring_searches_the_bodies_of_its_split() -> None:
 
 def test_an_unknown_set_or_split_is_refused_with_the_nearest() -> None:
     with pytest.raises(DataError, match="did you mean 'stdlib-code'"):
-        load_records("builtin:stdlib_code", SourceOptions("train"))
+        read("builtin:stdlib_code", "train").records()
     with pytest.raises(DataError, match="it has: train, dev, test"):
-        load_records("builtin:stdlib-code", SourceOptions("train", split="trian"))
+        read("builtin:stdlib-code", "train", split="trian").records()

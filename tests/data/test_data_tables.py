@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.data import lines as lines_module
-from vembed.data.description import describe
 from vembed.data.keys import DataKeys
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import describe, read
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ ROWS = [["query", "positive"], ["what, is; red", "a red | thing"], ['say "hi"', 
 
 
 def loaded(path: Path, **keys: bool) -> LoadedRecords:
-    return load_records(str(path), SourceOptions("train", keys=DataKeys.model_validate(keys)))
+    return read(str(path), "train", DataKeys.model_validate(keys)).records()
 
 
 def pairs(path: Path) -> list[tuple[object, ...]]:
@@ -83,7 +81,7 @@ def test_a_delimiter_that_splits_one_line_otherwise_is_not_taken(tmp_path: Path)
 
 
 def test_a_row_that_goes_on_behind_the_sample_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vembed.data.tables.SAMPLE_LINES", 3)
+    monkeypatch.setattr("vembed.data.formats.SAMPLE_LINES", 3)
     path = tmp_path / "t.csv"
     path.write_text('query;positive\na;b\n"c\nd\ne";f\n')
     assert pairs(path) == [("a", "b"), ("c\nd\ne", "f")]

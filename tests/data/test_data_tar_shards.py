@@ -20,12 +20,10 @@ from image_cases import png
 from vembed.batch import Image, ImageLimits, content_id
 from vembed.data import table_cache, tar_shards
 from vembed.data.collate import collate
-from vembed.data.corpus import Corpus
 from vembed.data.images import decode_image
 from vembed.data.keys import DataKeys
+from vembed.data.read import read
 from vembed.data.sampler import GlobalSampler
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
 from vembed.data.tar_shards import MappedFile
 from vembed.errors import DataError, MachineError
 from vembed.training.batches import assign_rows, estimated_costs
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
     from vembed.data.table import RecordTable
 
-TRAIN = SourceOptions("train")
+TRAIN = {"role": "train"}
 
 
 def write(path: Path, members: Sequence[tuple[str, bytes]], *, form: int = tarfile.PAX_FORMAT) -> str:
@@ -57,13 +55,13 @@ def captions(count: int, first: int = 0) -> list[tuple[str, bytes]]:
     ]
 
 
-def read(path: str, **keys: Any) -> RecordTable:
-    return load_records(path, SourceOptions("train", keys=DataKeys(**keys))).table
+def read_rows(path: str, **keys: Any) -> RecordTable:
+    return read(path, "train", DataKeys(**keys)).records().table
 
 
 def refusal(path: str, **keys: Any) -> str:
     with pytest.raises(DataError) as caught:
-        read(path, **keys)
+        read_rows(path, **keys)
     return str(caught.value)
 
 
@@ -73,8 +71,8 @@ def test_captions_search_the_pictures_of_a_shard(tmp_path: Path) -> None:
     pq.write_table(
         pa.table({"caption": [f"a square of side {i}" for i in range(3)], "image": rows}), tmp_path / "a.parquet"
     )
-    table = read(path)
-    assert table.fingerprint == read(str(tmp_path / "a.parquet")).fingerprint
+    table = read_rows(path)
+    assert table.fingerprint == read_rows(str(tmp_path / "a.parquet")).fingerprint
     for i, record in enumerate(table):
         assert record.query == f"a square of side {i}"
         assert record.location == f"train-000.tar:{i + 1}"
@@ -85,8 +83,8 @@ def test_captions_search_the_pictures_of_a_shard(tmp_path: Path) -> None:
 
 
 def test_pictures_stay_in_the_shard(tmp_path: Path) -> None:
-    read(write(tmp_path / "a.tar", captions(3)))
-    (picture,) = read(str(tmp_path / "a.tar"))[2].positives
+    read_rows(write(tmp_path / "a.tar", captions(3)))
+    (picture,) = read_rows(str(tmp_path / "a.tar"))[2].positives
     assert isinstance(picture, Image)
     assert isinstance(picture.data, memoryview)
     assert isinstance(picture.data.obj, MappedFile)
@@ -104,12 +102,12 @@ def test_more_shards_than_files_that_may_be_open_by_default_are_read(
     try:
         tar_shards._raise_open_files.cache_clear()
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
-        table = read(str(tmp_path / "set"))
+        table = read_rows(str(tmp_path / "set"))
         assert len(table) == 60
         monkeypatch.setattr(tar_shards, "_raise_open_files", lambda: few)
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
         with pytest.raises(MachineError, match=f"may open {few:,} files .*'ulimit -Hn'.* fewer and larger files"):
-            read(str(tmp_path / "set"))
+            read_rows(str(tmp_path / "set"))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -128,7 +126,7 @@ def test_members_name_columns_and_json_holds_them(tmp_path: Path) -> None:
         write(tmp_path / "a.tar", members)
     )
     members[5] = ("set/2.json", json.dumps({"query": "q", "label": "b"}).encode())
-    loaded = load_records(write(tmp_path / "a.tar", members), TRAIN)
+    loaded = read(write(tmp_path / "a.tar", members), **TRAIN).records()
     first, second = loaded.table
     assert (first.query, first.label) == ("which is red?", 7)
     assert [content_id(item) for item in (*first.positives, *first.negatives)] == [
@@ -149,7 +147,7 @@ def test_long_names_and_folders_of_every_form_are_read(tmp_path: Path, form: int
             info = tarfile.TarInfo(f"{folder}/{name}.{ending}")
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    assert [record.query for record in read(str(tmp_path / "a.tar"))] == ["q"]
+    assert [record.query for record in read_rows(str(tmp_path / "a.tar"))] == ["q"]
 
 
 def special(kind: bytes, name: str = "2.png", link: str = "") -> Callable[[Path], None]:
@@ -247,11 +245,11 @@ def test_a_hostile_shard_is_refused_with_nothing_written(
     make(folder / "a.tar")
     before = sorted(os.walk(tmp_path / "data"))
     with pytest.raises(DataError, match=rf"^a\.tar: (?s:.)*({reason})"):
-        read(str(folder / "a.tar"), skip_invalid_records=True)
+        read_rows(str(folder / "a.tar"), skip_invalid_records=True)
     assert sorted(os.walk(tmp_path / "data")) == before
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.name != "records" and path.suffix != ".lock"]
     write(folder / "a.tar", captions(2))  # the valid neighbour
-    assert len(read(str(folder / "a.tar"))) == 2
+    assert len(read_rows(str(folder / "a.tar"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -268,7 +266,7 @@ def test_a_broken_sample_is_named_and_may_be_dropped(tmp_path: Path, member: tup
     other = ("9.png", png()) if member[0] == "9.txt" else ("9.txt", b"t")
     path = write(tmp_path / "a.tar", [*captions(2), other, member])
     assert reason in refusal(path)
-    assert len(read(path, skip_invalid_records=True)) == 2
+    assert len(read_rows(path, skip_invalid_records=True)) == 2
 
 
 def test_numbered_shards_must_all_be_there(tmp_path: Path) -> None:
@@ -276,7 +274,7 @@ def test_numbered_shards_must_all_be_there(tmp_path: Path) -> None:
         write(tmp_path / f"s-{shard:03}.tar", captions(2, first=2 * shard))
     queries = [f"a square of side {i}" for i in range(6)]
     for path in ("s-{000..002}.tar", "s-*.tar", ""):
-        assert [record.query for record in read(str(tmp_path / path))] == queries
+        assert [record.query for record in read_rows(str(tmp_path / path))] == queries
     assert "names 4 files, and " in (told := refusal(str(tmp_path / "s-{000..003}.tar")))
     assert told.endswith("s-003.tar doesn't exist")
     assert "names no file" in refusal(str(tmp_path / "s-{002..000}.tar"))
@@ -291,14 +289,14 @@ def test_a_kept_index_gives_the_same_records_until_a_shard_changes(
     monkeypatch.setattr(table_cache, "FREE_SHARE", 1e30)  # an index takes no room to speak of
     for shard in range(2):
         write(tmp_path / f"s-{shard}.tar", captions(4, first=4 * shard))
-    first, second = (read(str(tmp_path / "s-{0..1}.tar")) for _ in range(2))
+    first, second = (read_rows(str(tmp_path / "s-{0..1}.tar")) for _ in range(2))
     assert first.folder is not None
     assert list(first) == list(second)
     assert first.items.ids.tolist() == second.items.ids.tolist()
     kept = sum(path.stat().st_size for path in first.folder.iterdir() if path.suffix != ".json")
     assert kept < sum(path.stat().st_size for path in tmp_path.glob("*.tar")) / 3
     write(tmp_path / "s-1.tar", captions(4, first=20))
-    third = read(str(tmp_path / "s-{0..1}.tar"))
+    third = read_rows(str(tmp_path / "s-{0..1}.tar"))
     assert [record.query for record in third][4:] == [f"a square of side {i}" for i in range(20, 24)]
 
 
@@ -307,7 +305,7 @@ def own_batches(rank: int, world_size: int, path: str, first: int, last: int, ca
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(table_cache.VARIABLE, cache)
         patch.setattr(table_cache, "LEAST_BYTES", 1)
-        table = read(path)
+        table = read_rows(path)
     sampler = GlobalSampler(len(table), batch_size=4, seed=3)
     batches = []
     for step in range(first, last):
@@ -349,7 +347,7 @@ def test_every_sample_comes_once_an_epoch_and_in_the_same_order_after_a_stop(
 
 def test_a_corpus_is_no_shard(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="unknown kind of file"):
-        Corpus(write(tmp_path / "a.tar", captions(1)))
+        read(write(tmp_path / "a.tar", captions(1)), "test").documents()
 
 
 def extended(*bodies: bytes) -> bytes:

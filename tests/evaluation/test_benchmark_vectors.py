@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.benchmark.names import model_labels, set_labels, unique_folders
 from vembed.evaluation.benchmark.stored import Cost, Stored, read_stored, write_stored

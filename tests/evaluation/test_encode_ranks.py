@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rank_pool import RankPool
 from torch import Tensor
 
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.distributed.ranks import Ranks
 from vembed.errors import PreemptedError
 from vembed.evaluation import encode as encode_module

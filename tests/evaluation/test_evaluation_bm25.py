@@ -13,9 +13,8 @@ from typing import get_args
 
 import pytest
 
-from vembed.data.retrieval import RetrievalData
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.splits import SourceOptions
+from vembed.data.judged import RetrievalData
+from vembed.data.read import read
 from vembed.errors import DataError, PreemptedError
 from vembed.evaluation.bm25 import evaluate_bm25
 from vembed.evaluation.keys import Bm25Language
@@ -144,7 +143,7 @@ def test_every_language_that_the_key_names_is_one_of_the_stemmer_and_of_the_stop
 
 @pytest.mark.skipif("VEMBED_TEST_DATA" not in os.environ, reason="VEMBED_TEST_DATA names no folder with tldr/")
 def test_stems_and_parted_names_find_more_of_tldr_than_plain_words() -> None:
-    task = load_retrieval(str(Path(os.environ["VEMBED_TEST_DATA"]) / "tldr"), SourceOptions("test"))
+    task = read(str(Path(os.environ["VEMBED_TEST_DATA"]) / "tldr"), "test").judged()
     assert evaluate_bm25(task).metrics["ndcg@10"] == pytest.approx(0.489, abs=0.002)
     assert evaluate_bm25(task, language="plain").metrics["ndcg@10"] == pytest.approx(0.432, abs=0.002)
 

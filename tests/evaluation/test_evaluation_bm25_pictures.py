@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vembed.batch import Image
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.evaluation.benchmark.run import BenchmarkOptions, run_benchmark
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vembed.batch import Composed, Image
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.evaluation.directions import (
     asking_rows,
     count_truncated,

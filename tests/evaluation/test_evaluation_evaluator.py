@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vembed.batch import Composed, Image
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.errors import ConfigError, DataError, NonFiniteError, PreemptedError
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.run import same_item

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import pytrec_eval
 
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.errors import DataError, MachineError
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.result import EvaluationResult

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from vembed.data.keys import DataKeys
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import DataError
 from vembed.evaluation.graded import GradedPairs, load_pairs, measure_pairs
 from vembed.evaluation.graded_report import graded_page
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.data.retrieval import PairKind
+    from vembed.data.judged import PairKind
     from vembed.evaluation.graded import PairsOutcome
 
 
@@ -166,10 +166,10 @@ def test_one_model_has_no_columns_of_differences() -> None:
     assert (table.heads, table.caption) == (["Model", "spearman"], "Each model with its 95% interval.")
 
 
-def read(folder: Path, rows: list[dict[str, Any]], kind: PairKind) -> GradedPairs:
+def read_pairs(folder: Path, rows: list[dict[str, Any]], kind: PairKind) -> GradedPairs:
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return load_pairs(str(path), SourceOptions("test", keys=DataKeys(label_kind=kind)))
+    return load_pairs(read(str(path), "test", DataKeys(label_kind=kind)))
 
 
 def told(pairs: GradedPairs) -> list[tuple[object, object, float]]:
@@ -184,7 +184,7 @@ def test_rows_become_pairs_with_their_grades_and_those_without_are_counted(tmp_p
         {"query": "a", "positive": "y", "score": 0},
         {"query": "c", "positive": ["x", "z"], "negatives": ["y"], "score": [3, 2, -1]},
     ]
-    pairs = read(tmp_path, rows, "grade")
+    pairs = read_pairs(tmp_path, rows, "grade")
     assert sorted(told(pairs)) == [
         ("a", "x", 4.5), ("a", "y", 0.0), ("c", "x", 3.0), ("c", "y", -1.0), ("c", "z", 2.0),
     ]  # fmt: skip
@@ -197,7 +197,7 @@ def test_truths_list_the_negatives_of_their_row_as_false(tmp_path: Path) -> None
         {"query": "a", "positive": "x", "negatives": ["y"], "label": 1},
         {"query": "b", "positive": "y", "label": 0},
     ]
-    assert sorted(told(read(tmp_path, rows, "pair"))) == [("a", "x", 1.0), ("a", "y", 0.0), ("b", "y", 0.0)]
+    assert sorted(told(read_pairs(tmp_path, rows, "pair"))) == [("a", "x", 1.0), ("a", "y", 0.0), ("b", "y", 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -212,5 +212,5 @@ def test_truths_list_the_negatives_of_their_row_as_false(tmp_path: Path) -> None
 def test_pairs_without_an_order_are_refused(tmp_path: Path, kind: PairKind, labels: list[Any], words: str) -> None:
     rows = [{"query": f"q{place}", "positive": "x", "label": label} for place, label in enumerate(labels)]
     with pytest.raises(DataError) as caught:
-        read(tmp_path, rows, kind)
+        read_pairs(tmp_path, rows, kind)
     assert words in str(caught.value)

@@ -11,8 +11,7 @@ from test_graded_pairs import pairs_of
 
 from vembed.batch import Ragged
 from vembed.data.keys import DataKeys
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.graded import DRAWS, _measures, _Ordered, measure_pairs
 from vembed.evaluation.graded_values import measured, query_values
@@ -21,7 +20,7 @@ from vembed.evaluation.significance import CONFIDENCE, verdict
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.data.retrieval import PairKind
+    from vembed.data.judged import PairKind
 
 
 def sample(kind: PairKind, *, num_queries: int = 150, per_query: int = 4, seed: int = 0, ties: int = 40) -> Any:
@@ -71,7 +70,7 @@ def test_intervals_are_those_of_drawing_queries_again(kind: PairKind) -> None:
 
 def result_of(kind: PairKind, grade_P: Any, similarity_P: Any, query_P: Any) -> Any:
     """Evaluate made-up vectors whose inner products are the similarities."""
-    from vembed.data.retrieval import RetrievalData
+    from vembed.data.judged import RetrievalData
 
     grades: dict[str, dict[str, float]] = {}
     for place, (query, grade) in enumerate(zip(query_P.tolist(), grade_P.tolist(), strict=True)):
@@ -125,8 +124,8 @@ def test_rows_make_a_task_of_pairs_where_they_say_how_close_pairs_are(
 ) -> None:
     given = [{"query": f"q {place}", "positive": f"d {place}", **row} for place, row in enumerate(rows)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
-    options = SourceOptions("test", keys=DataKeys(label_kind=kind))
-    task = load_retrieval(str(tmp_path / "rows.jsonl"), options, takes_pairs=True)
+    options = {"role": "test", "keys": DataKeys(label_kind=kind)}
+    task = read(str(tmp_path / "rows.jsonl"), **options).judged(takes_pairs=True)
     assert [grade for own in task.grades.values() for grade in own.values()] == (grades or [])
-    assert not load_retrieval(str(tmp_path / "rows.jsonl"), options).grades
+    assert not read(str(tmp_path / "rows.jsonl"), **options).judged().grades
     assert not task.crosses_modalities

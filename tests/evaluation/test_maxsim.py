@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vembed.batch import Features, Ragged, texts_of
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, NonFiniteError, PreemptedError
 from vembed.evaluation import maxsim

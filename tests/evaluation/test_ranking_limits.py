@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vembed.batch import Ragged
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.provenance import changed_parts, task_key
 from vembed.evaluation.run import RunBuilder

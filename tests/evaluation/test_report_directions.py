@@ -15,7 +15,7 @@ from test_report_html import _luminance
 from test_report_samples import METRIC, STEPS, Page, page, sample
 
 from vembed.batch import Composed, Image
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.evaluation.report.comparison import best_dev_step, forward_comparisons, systems_note
 from vembed.evaluation.report.curves import run_curves
 from vembed.evaluation.report.run_report import Reverse, build_page

@@ -11,7 +11,7 @@ import pytest
 from test_report_samples import page, sample
 
 from vembed.batch import Image
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.evaluation.evaluator import EncodedTask
 from vembed.evaluation.report.vectors import (
     MAP_DOCUMENTS,

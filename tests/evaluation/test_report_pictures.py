@@ -15,7 +15,7 @@ from test_report_html import HOSTILE, OURS
 from test_report_samples import METRIC, Page, page, result, sample
 
 from vembed.batch import Image, ImageLimits
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.evaluation.report.run_report import build_page, write_report
 from vembed.evaluation.significance import verdict
 from vembed.pages import pictures

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_report_samples import METRIC, page, result, sample
 
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.evaluation.metrics import score_run
 from vembed.evaluation.report.ranks import build_ranks
 from vembed.evaluation.report.run_report import build_page

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.evaluation.report.run_report import RunReport, build_page
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.significance import verdict

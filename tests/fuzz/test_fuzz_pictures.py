@@ -19,10 +19,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vembed.batch import Image, ImageLimits
-from vembed.data.corpus import Corpus
 from vembed.data.images import ImageError, check_image, decode_image
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import VembedError
 
 if TYPE_CHECKING:
@@ -191,13 +189,13 @@ def test_whatever_a_cell_of_a_picture_holds_it_is_read_or_refused(
     pq.write_table(table, tmp_path / "t.parquet")
     with within_limits():
         try:
-            (record,) = load_records(str(tmp_path / "t.parquet"), SourceOptions("train")).table
+            (record,) = read(str(tmp_path / "t.parquet"), "train").records().table
         except VembedError as error:
             check_message(error)
         else:
             (found,) = record.positives
             assert found.read() == (cell if isinstance(cell, bytes) else (tmp_path / "ok.png").read_bytes())
         try:
-            list(Corpus(str(tmp_path / "t.parquet")))
+            list(read(str(tmp_path / "t.parquet"), "test").documents())
         except VembedError as error:
             check_message(error)

@@ -16,18 +16,15 @@ from fuzz_limits import fuzzed, within_limits
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from vembed.data.corpus import Corpus
-from vembed.data.hub import HUB_ID
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
+from vembed.data.row_files import HUB_ID
 from vembed.errors import VembedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-TRAIN, TEST = SourceOptions("train"), SourceOptions("test")
+TRAIN, TEST = {"role": "train"}, {"role": "test"}
 ROWS = [
     {"query": "what flies?", "positive": ["a bird", "ein Vogel \u00fc\U0001f600"], "negatives": ["a stone"]},
     {"query": "q2", "positive": "p2", "negatives": []},
@@ -80,18 +77,18 @@ FILES = {
     "t.txt": [b"first\n\nsecond \xc3\xbc\r\n"],
 }
 READERS: list[Callable[[str], object]] = [
-    lambda path: list(load_records(path, TRAIN).table),
-    lambda path: load_retrieval(path, TEST),
-    lambda path: list(Corpus(path)),
+    lambda path: list(read(path, **TRAIN).records().table),
+    lambda path: read(path, **TEST).judged(),
+    lambda path: list(read(path, "test").documents()),
 ]
 
 
 def read_or_refused(path: str) -> None:
     """Read a file every way; what is refused is refused in our own words, safe to look at."""
-    for read in READERS:
+    for read_it in READERS:
         with within_limits():
             try:
-                read(path)
+                read_it(path)
             except VembedError as error:
                 check_message(error)
 
@@ -153,13 +150,13 @@ def test_texts_are_read_as_they_were_written(
         assume(False)
     with within_limits():
         try:
-            read = list(load_records(str(tmp_path / name), TRAIN).table)
+            table = list(read(str(tmp_path / name), **TRAIN).records().table)
         except VembedError:
             clashes = any(each.strip() == right.strip() for _, (right,), wrong in expected for each in wrong)
             texts_of_rows = [text for query, right, wrong in expected for text in (query, *right, *wrong)]
             assert clashes or not all(map(is_usable, texts_of_rows))
             return
-    assert [(each.query, each.positives, each.negatives) for each in read] == expected
+    assert [(each.query, each.positives, each.negatives) for each in table] == expected
 
 
 TEXT_KINDS = [pa.string(), pa.large_string(), pa.string_view(), pa.binary()]
@@ -247,7 +244,7 @@ def test_judgements_are_read_as_they_were_written(
     rows += [(query, name, str(grade)) for query, of_query in qrels.items() for name, grade in of_query.items()]
     (folder / "qrels/test.tsv").write_bytes(end.join(map("\t".join, rows)).encode())
     with within_limits():
-        task = load_retrieval(str(folder), TEST)
+        task = read(str(folder), **TEST).judged()
     assert task.qrels == {query: {name: max(0, grade) for name, grade in of.items()} for query, of in qrels.items()}
     assert task.documents == {name: f"of {name}" for name in names}
 

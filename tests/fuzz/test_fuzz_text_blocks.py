@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,12 +13,11 @@ from fuzz_limits import fuzzed
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vembed.data import lines, sources
+from vembed.data import lines
+from vembed.data.check import RowChecker
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.data.keys import DataKeys
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
-from vembed.data.validate import RowChecker
+from vembed.data.read import read
 from vembed.errors import VembedError
 from vembed.losses.registry import ANY_SCORE
 
@@ -65,10 +64,10 @@ class Weighed:
         return self
 
 
-def outcome(path: Path, options: SourceOptions) -> object:
+def outcome(path: Path, options: dict[str, Any]) -> object:
     """Return all that reading a file gives, or why it is refused."""
     try:
-        loaded = load_records(str(path), options)
+        loaded = read(str(path), **options).records()
     except VembedError as error:
         return type(error), str(error)
     items = loaded.table.items
@@ -98,11 +97,11 @@ def test_blocks_are_read_as_their_rows_are(
     data = edge * edge.startswith(b"\xef") + end.join(content) + edge * edge.startswith(b"\n")
     (tmp_path / name).write_bytes(gzip.compress(data)[: -size % 5 or None] if name.endswith(".gz") else data)
     keys = DataKeys(skip_invalid_records=skips, label_kind="class" if size % 2 else "auto")
-    options = SourceOptions("train", keys=keys, loss=Weighed() if is_weighed else None)
+    options = {"role": "train", "keys": keys, "loss": Weighed() if is_weighed else None}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "BLOCK_BYTES", size)
         in_blocks = outcome(tmp_path / name, options)
-        patch.setattr(sources, "rows_alike", lambda block: None)
+        patch.setattr("vembed.data.read.rows_alike", lambda block: None)
         assert outcome(tmp_path / name, options) == in_blocks
 
 
@@ -110,6 +109,6 @@ def test_plain_rows_are_never_looked_at_one_by_one(tmp_path: Path, monkeypatch: 
     rows = [{"query": f"q{i}", "positive": [f"p{i}"], "negatives": ["n"] * (i % 3) or None} for i in range(50)]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.delattr(RowChecker, "check")
-    table = load_records(str(tmp_path / "t.jsonl"), SourceOptions("train", loss=Weighed())).table
+    table = read(str(tmp_path / "t.jsonl"), "train", loss=Weighed()).records().table
     assert [record.negatives for record in table] == [("n",) * (i % 3) for i in range(50)]
     assert {record.columns["weight"] for record in table} == {1.0}

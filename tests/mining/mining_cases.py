@@ -10,8 +10,7 @@ import numpy as np
 
 from vembed.batch import content_id
 from vembed.data.keys import DataKeys
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,8 +44,8 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def read(path: Path) -> LoadedRecords:
-    return load_records(str(path), SourceOptions("train", keys=DataKeys(label_kind="class")))
+def read_rows(path: Path) -> LoadedRecords:
+    return read(str(path), "train", DataKeys(label_kind="class")).records()
 
 
 def reference(task: MiningTask, encode: ItemEncoder, keys: MiningKeys) -> list[list[tuple[str, int]]]:

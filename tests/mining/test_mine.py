@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from mining_cases import made_rows, read, reference, written
+from mining_cases import made_rows, read_rows, reference, written
 
 from vembed.api.model import load
 from vembed.batch import Image, content_id
@@ -56,7 +56,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def task(rows: Path) -> MiningTask:
-    return MiningTask.of(read(rows).table, corpus_items([f"further document {n} of karan lobel" for n in range(20)]))
+    return MiningTask.of(
+        read_rows(rows).table, corpus_items([f"further document {n} of karan lobel" for n in range(20)])
+    )
 
 
 def pictures() -> MiningTask:
@@ -105,7 +107,7 @@ def test_blocks_change_nothing(
 def test_a_document_that_answers_a_query_in_another_row_or_is_given_or_is_the_query_is_never_mined(
     rows: Path, encode: ItemEncoder, tmp_path: Path
 ) -> None:
-    task = MiningTask.of(read(rows).table)
+    task = MiningTask.of(read_rows(rows).table)
     keys = MiningKeys(mine_relative_margin=None, mine_negatives=100)
     found = [{text for text, _ in own} for own in said(task, Miner(encode, keys, tmp_path).mine(task))]
     made = made_rows(60)
@@ -126,7 +128,7 @@ def test_random_negatives_depend_on_seed_and_contents_alone(
     one, other = (said(task, Miner(encode, keys, tmp_path, seed=seed).mine(task)) for seed in (1, 2))
     assert one != other
     assert one == said(task, Miner(encode, keys, tmp_path / "again", seed=1).mine(task))
-    fewer = read(rows).table.subset(np.arange(20, 60))
+    fewer = read_rows(rows).table.subset(np.arange(20, 60))
     part = MiningTask.of(fewer, corpus_items([f"further document {n} of karan lobel" for n in range(20)]))
     assert all([rank for _, rank in own] == sorted(rank for _, rank in own) for own in one)
     assert {rank for own in one for _, rank in own} > set(range(1, 50)), "they come from all over the window"
@@ -224,13 +226,13 @@ def mine_on_ranks(rank: int, rows: Path, bag: Path, folder: Path) -> Any:
     with patch.object(mine_module, "BLOCK_QUERIES", 7), patch.object(store_module, "BLOCK_ROWS", 16):
         encode = load(bag).item_encoder(256)
         encode.ranks = Ranks.of_this_process()
-        return Miner(encode, MiningKeys(), folder).mine(MiningTask.of(read(rows).table))
+        return Miner(encode, MiningKeys(), folder).mine(MiningTask.of(read_rows(rows).table))
 
 
 def test_two_ranks_share_the_work_and_both_know_the_result(
     two_ranks: RankPool, rows: Path, bag: Path, encode: ItemEncoder, tmp_path: Path
 ) -> None:
-    task = MiningTask.of(read(rows).table)
+    task = MiningTask.of(read_rows(rows).table)
     alone = Miner(encode, MiningKeys(), tmp_path / "alone").mine(task)
     for mined in two_ranks.run(mine_on_ranks, rows, bag, tmp_path / "shared"):
         np.testing.assert_array_equal(mined.rows_Un, alone.rows_Un)
@@ -299,7 +301,9 @@ def test_a_cross_encoder_refuses_pictures_and_looks_alone_whether_it_is_to_stop(
 
 def test_equal_contents_are_one_document(tmp_path: Path) -> None:
     rows = [{"query": "one", "positive": "same text"}, {"query": "two", "positive": " same text "}]
-    task = MiningTask.of(read(written(tmp_path / "rows.jsonl", rows)).table, corpus_items(["same text", "", "new"]))
+    task = MiningTask.of(
+        read_rows(written(tmp_path / "rows.jsonl", rows)).table, corpus_items(["same text", "", "new"])
+    )
     assert len(task.documents) == 2, "and an empty document is none"
     assert task.documents.ids.tolist() == [content_id("same text"), content_id("new")]
 
@@ -307,4 +311,4 @@ def test_equal_contents_are_one_document(tmp_path: Path) -> None:
 def test_rows_of_classes_are_refused_as_classmates_answer_each_other(tmp_path: Path) -> None:
     rows = [{**row, "label": ["cat", "dog"][place % 2]} for place, row in enumerate(made_rows(8))]
     with pytest.raises(DataError, match="rows of one class answer each other's queries"):
-        MiningTask.of(read(written(tmp_path / "rows.jsonl", rows)).table)
+        MiningTask.of(read_rows(written(tmp_path / "rows.jsonl", rows)).table)

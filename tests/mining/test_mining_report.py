@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from mining_cases import made_rows, read, written
+from mining_cases import made_rows, read_rows, written
 
 from vembed.api.model import load
 from vembed.batch import ImageLimits
@@ -41,7 +41,7 @@ def mined(
     folder: Path, encode: ItemEncoder, teacher: ItemEncoder | None = None, *, command: str = "", **keys: Any
 ) -> MiningReport:
     rows = written(folder / "rows.jsonl", made_rows(60))
-    task = MiningTask.of(read(rows).table)
+    task = MiningTask.of(read_rows(rows).table)
     judge = None if teacher is None else EncoderTeacher.of(teacher, task, folder / "teacher")
     options = MiningKeys(**keys)
     found = Miner(encode, options, folder / "work", teacher=judge).mine(task)

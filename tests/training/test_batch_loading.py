@@ -25,9 +25,8 @@ from vembed.batch import Image
 from vembed.config.schema import Config
 from vembed.data.augment import Augmenter
 from vembed.data.images import ImageError
+from vembed.data.read import read
 from vembed.data.sampler import GlobalSampler
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
 from vembed.errors import DataError, MachineError
 from vembed.losses.base import BatchStructure
 from vembed.models.keys import ModelKeys
@@ -38,7 +37,7 @@ from vembed.training.loading import BatchLoader
 from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:
-    from vembed.data.sources import LoadedRecords
+    from vembed.data.table import LoadedRecords
     from vembed.training.batches import PreparedBatch
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -73,7 +72,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def records_of(rows: Path) -> LoadedRecords:
-    return load_records(str(rows), SourceOptions(role="train"))
+    return read(str(rows), "train").records()
 
 
 def source_of(rows: Path, model: str = "builtin:tiny-clip", *, augmenter: Augmenter | None = None) -> BatchSource:

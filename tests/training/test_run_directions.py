@@ -10,8 +10,8 @@ import pytest
 from test_run_pictures import write_rows
 
 from vembed.config.schema import Config
+from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys
-from vembed.data.retrieval import RetrievalData
 from vembed.data.run_data import load_run_data
 from vembed.errors import MachineError
 from vembed.evaluation.result import EvaluationResult

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys
-from vembed.data.retrieval import RetrievalData
+from vembed.data.read import DataSource
 from vembed.data.run_data import load_run_data
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.models.names import RUN_MARKS
@@ -170,15 +171,13 @@ def test_weights_that_are_not_finite_are_named() -> None:
 
 
 def test_the_fingerprint_covers_all_that_a_run_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import vembed.data.run_data as room
-
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"query": f"q{n}", "positive": f"p{n}"}) + "\n" for n in range(4)))
     keys = DataKeys(data_path=str(rows), test_data_path="builtin:shapes")
 
     def fingerprint(*, document: str = "d", grade: int = 1, query: str = "q") -> str:
         task = RetrievalData("test", {"1": query}, {"2": document}, {"1": {"2": grade}})
-        monkeypatch.setattr(room, "load_retrieval", lambda *_, **__: task)
+        monkeypatch.setattr(DataSource, "judged", lambda *_, **__: task)
         return load_run_data(keys, needs_dev=False).fingerprint
 
     first = fingerprint()

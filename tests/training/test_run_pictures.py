@@ -12,9 +12,9 @@ import pytest
 
 from vembed.batch import Image, ImageLimits
 from vembed.config.schema import Config
+from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys
 from vembed.data.picture_survey import ItemCounts, PictureSurvey, RetrievalMode
-from vembed.data.retrieval import RetrievalData
 from vembed.data.run_data import RunData, load_run_data, record_texts
 from vembed.errors import DataError
 from vembed.training.evaluations import Evaluations

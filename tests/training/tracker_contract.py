@@ -28,7 +28,7 @@ import PIL.Image
 import pytest
 
 from vembed.batch import Image
-from vembed.data.retrieval import RetrievalData
+from vembed.data.judged import RetrievalData
 from vembed.errors import MachineError, PreemptedError
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.sets import SetOutcome

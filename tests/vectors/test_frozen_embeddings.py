@@ -18,9 +18,8 @@ from torch import nn
 from vembed.batch import modality_of
 from vembed.config.schema import Config
 from vembed.data.augment import Augmenter
+from vembed.data.read import read
 from vembed.data.sampler import GlobalSampler
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
 from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import is_shared
@@ -107,7 +106,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    return Site(load_records(str(write_data(tmp_path)), SourceOptions(role="train")).table, tmp_path / "kept")
+    return Site(read(str(write_data(tmp_path)), "train").records().table, tmp_path / "kept")
 
 
 def encode_with(encoder: TinyClip, ranks: Ranks | None = None) -> ItemEncoder:
@@ -338,7 +337,7 @@ def test_embeddings_that_are_not_numbers_are_refused_and_nothing_is_kept(site: S
 
 
 def on_rank(rank: int, folder: str) -> tuple[list[float], dict[str, int]]:
-    site = Site(load_records(f"{folder}/rows.jsonl", SourceOptions(role="train")).table, Path(folder) / "kept")
+    site = Site(read(f"{folder}/rows.jsonl", "train").records().table, Path(folder) / "kept")
     encoder, ranks = new_encoder(), Ranks.of_this_process()
     found = site.find(encoder)
     watched = Watched(encoder)
@@ -412,7 +411,7 @@ def test_looking_computes_on_the_device_of_the_run(site: Site, monkeypatch: pyte
 
 def sharded_on(rank: int, folder: str) -> list[tuple[str, ...]]:
     """Look for frozen towers in a model whose weights two ranks share."""
-    site = Site(load_records(f"{folder}/rows.jsonl", SourceOptions(role="train")).table, Path(folder) / "kept")
+    site = Site(read(f"{folder}/rows.jsonl", "train").records().table, Path(folder) / "kept")
     encoder, ranks = new_encoder(), Ranks.of_this_process()
     whole = site.find(encoder)
     found = []

@@ -17,9 +17,8 @@ from model_cases import write_cross_encoder
 from vembed.batch import ImageLimits
 from vembed.data.augment import Augmenter
 from vembed.data.collate import collate
+from vembed.data.read import read
 from vembed.data.sampler import GlobalSampler
-from vembed.data.sources import load_records
-from vembed.data.splits import SourceOptions
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
 from vembed.evaluation.encode import ItemEncoder
@@ -66,7 +65,7 @@ def write_data(folder: Path) -> Path:
 
 
 def records_in(folder: Path) -> RecordTable:
-    return load_records(str(folder / "rows.jsonl"), SourceOptions(role="train")).table
+    return read(str(folder / "rows.jsonl"), "train").records().table
 
 
 def write_bag(folder: Path, *, seed: int = 0) -> Path:

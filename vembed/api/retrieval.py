@@ -13,10 +13,8 @@ from vembed.api.keys import BuildIndexKeys, LoadKeys
 from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, load
 from vembed.batch import ImageLimits
 from vembed.config.messages import make_section
-from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.keys import DataKeys
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.distributed.lock import hold_output
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
@@ -93,7 +91,7 @@ def evaluate(
     keys = DataKeys(image_root=root, max_image_pixels=limits.max_pixels, label_kind=label_kind)
     # A path and rows in memory are read by the same code: rows are a file in a temporary folder while they are read.
     with path_of(data, limits) as path:
-        task = load_retrieval(path, SourceOptions("test", split, keys, named=("data", "split")))
+        task = read(path, "test", keys, split=split, named=("data", "split")).judged()
     if not isinstance(data, (str, Path)):
         task = replace(task, name="data")
     loaded = model if isinstance(model, EmbeddingModel) else load(model)
@@ -163,9 +161,11 @@ def index_corpus(
         path = stack.enter_context(path_of(data, limits))
         # Everything that can be refused is refused before the model is loaded, which may take minutes.
         refuse_taken(folder, path, overwrite=keys.overwrite)
-        root = None if keys.image_root is None else home_path(keys.image_root)
-        columns = {"id": keys.id_column, "text": keys.text_column, "image": keys.image_column}
-        corpus = Corpus(path, CorpusOptions(**columns, image_root=root, image_limits=limits))
+        root = None if keys.image_root is None else str(keys.image_root)
+        source = read(path, "test", DataKeys(image_root=root, max_image_pixels=limits.max_pixels))
+        corpus = source.documents(
+            id_column=keys.id_column, text_column=keys.text_column, image_column=keys.image_column
+        )
         loaded = model if isinstance(model, EmbeddingModel) else load(model)
         encode = loaded.item_encoder(keys.batch_size, poll=poll)
         encode.ranks = ranks

@@ -6,6 +6,9 @@ resolution and a million look-ups.
 `image` is the positive picture of a text query. Beside a picture `text` is that query where no other column is; in all
 other rows it is the positive. A row that fills both `query` and `query_image` has one query that is both.
 
+A column without a name of ours may be recognised by how data sets tend to call it (`_guessed`). A guess never takes the
+place of a column that is named or mapped, and the plan tells each one.
+
 Beside our columns a loss may ask for columns of its own, of numbers: `ExtraColumn`.
 """
 
@@ -15,9 +18,9 @@ import math
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from vembed.data.column_guesses import guess
 from vembed.errors import ConfigError, DataError
 from vembed.text import NEAR, cut
 
@@ -37,11 +40,24 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 """Our column names, each with its other names; `negative_1`, `negative_2`, ... together stand for `negatives`."""
 
 _TITLE = "title"
-"""The one column that needs more than its name to be read: see `column_guesses`."""
+"""The one column that needs more than its name to be read: what else the row has decides whether it is the query."""
 
 _PICTURE_OF = {"query": "query_image", "positive": "positive_image"}
 PROVENANCE = "mined"
-"""What `vembed mine` says of a row's negatives: for people and reports; readers pass over it without a word."""
+"""Column in which `vembed mine` tells where a row's negatives come from: for people; readers pass over it silently."""
+
+PICTURE_FILES = ("file_name", "filename", "filepath", "file_path", "path")
+"""Names of the path of a picture, as in metadata.csv of an image folder."""
+
+TITLED = frozenset({"text", "passage", "document"})
+"""Names of a document that a title belongs to, as in BEIR: the title beside an answer may be that of the question."""
+
+_NEGATIVE = re.compile(
+    "((hard_)?neg(ative)?s?|(bad|wrong)(?=_))"
+    "(_?(text|passage|document|doc|answer|sentence|context|response)s?)?"
+    r"(_?\d+|_[a-z])?"
+)
+"""Names of hard negatives; a column with another word after the prefix may hold a score, a vote or a reason."""
 
 NUMBERED_NEGATIVE = re.compile(r"negative_(\d+)", re.ASCII)
 MOST_BLANKS = 6
@@ -88,7 +104,7 @@ class ExtraColumn:
 
     @property
     def expected(self) -> str:
-        """What a cell must hold, e.g. "a number from 0 to 1"."""
+        """The cell in words, e.g. "a number from 0 to 1"."""
         bounds = {
             (True, True): f" from {self.least} to {self.most}",
             (True, False): f" of at least {self.least}",
@@ -99,7 +115,7 @@ class ExtraColumn:
 
 
 WEIGHT_COLUMN = ExtraColumn("weight", "how much the row counts", required=False, default=1.0, least=0.0)
-"""What a loss asks for that weighs rows: one without a weight counts once."""
+"""Column of a loss that weighs rows: one without a weight counts once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +165,7 @@ class RowShape(NamedTuple):
 
 
 class ColumnsRead(NamedTuple):
-    """Which columns of a source were read as what; empty where the form of the source fixes them."""
+    """The columns of a source by what they were read as; empty where the form of the source fixes them."""
 
     used: Mapping[str, Sequence[str]] = {}  # our column -> those of the data
     guessed: Sequence[str] = ()  # of those, the ones that are neither named nor mapped so
@@ -161,9 +177,23 @@ class ColumnsRead(NamedTuple):
         """Sentences that name what was taken by its name, what was ignored, and how cells were told apart."""
         taken = f"Taken by {'its name' if len(self.guessed) == 1 else 'their names'}: {listing(self.guessed)}."
         ignored = f"Ignored columns: {listing(self.ignored)}."
-        told = f"Tables: {'; '.join(self.tables)}."
-        said = ((taken, self.guessed), (ignored, self.ignored), (told, self.tables))
-        return tuple(sentence for sentence, there in said if there)
+        tables = f"Tables: {'; '.join(self.tables)}."
+        sentences = ((taken, self.guessed), (ignored, self.ignored), (tables, self.tables))
+        return tuple(sentence for sentence, names in sentences if names)
+
+    @property
+    def text(self) -> str:
+        """Every column in a line: "question as query, positive, bad_1, bad_2 as negatives (by their names)"."""
+        parts = []
+        for ours, theirs in self.used.items():
+            part = listing(theirs) if [*theirs] == [ours] else f"{listing(theirs)} as {ours}"
+            part = f"{listing(theirs)} put before the positive" if ours == _TITLE else part
+            guessed = [name for name in theirs if name in self.guessed]
+            some = f"{listing(guessed)} " if len(guessed) < len(theirs) else ""
+            by_name = "by its name" if len(guessed) == 1 else "by their names"
+            parts.append(f"{part} ({some}{by_name})" if guessed else part)
+        ignored = [f"ignored: {listing(self.ignored)}"] if self.ignored else []
+        return "; ".join([", ".join(parts)] * bool(parts) + ignored + [*self.tables])
 
 
 class ColumnResolver:
@@ -182,7 +212,22 @@ class ColumnResolver:
         names = COLUMNS | {each.name: each.aliases for each in extra}
         self._canonical = {alias: name for name, aliases in names.items() for alias in (name, *aliases)}
         self._mapping = dict(column_mapping)
-        self._check_targets()
+        taken: dict[str, str] = {}
+        for source, target in self._mapping.items():
+            if target is None:
+                continue
+            if target not in self._canonical and not NUMBERED_NEGATIVE.fullmatch(target):
+                raise ConfigError(
+                    f"column_mapping: {{{source}: {target}}}: records have no column {target!r}"
+                    f"{closest(target, self._canonical)}; they have {', '.join((*COLUMNS, *self._extra))} and "
+                    "negative_1, negative_2, ...; null drops a column"
+                )
+            name = self._canonical.get(target, target)
+            if name in taken and name != "negatives":
+                raise ConfigError(
+                    f"column_mapping sends both {taken[name]!r} and {source!r} to {name!r}: keep one of them"
+                )
+            taken[name] = source
         self._shapes: dict[tuple[str, ...], RowShape] = {}
         self._seen: dict[str, None] = {}  # an ordered set
         self._used: dict[str, dict[str, None]] = {}  # our column -> ordered set of those that were read as it
@@ -206,6 +251,7 @@ class ColumnResolver:
         """
         shape = self._shapes.get(names)
         if shape is None:
+            # Random column names would fill memory; an honest file has a handful of shapes.
             if len(self._shapes) >= MAX_SHAPES:
                 self._shapes.clear()
             shape = self._shapes[names] = self._resolve(names, where=where)
@@ -227,6 +273,7 @@ class ColumnResolver:
             DataError: A mapped column was never seen.
         """
         for name, target in self._mapping.items():
+            # In a dev or test set, a column to drop, or one that only the training loss reads, need not be there.
             may_miss = not trains and (target is None or self._canonical.get(target) in self._extra)
             if name not in self._seen and not may_miss:
                 msg = (
@@ -252,9 +299,16 @@ class ColumnResolver:
         """
         names = [name for name in names if name not in self._mapping]
         unnamed = [name for name in names if not self._is_named(name)]
-        lacking = [column, *(other for other in self._unseen() if other != column and column in _PICTURE_OF)]
+        lacking = [column]
+        if column in _PICTURE_OF:
+            # Of query and positive, which every row needs, the other may be missing as well: one mapping cures both.
+            unseen = (other for other, picture in _PICTURE_OF.items() if not {other, picture} & self._used.keys())
+            lacking += [other for other in unseen if other != column]
         aliases = {each: self._extra[each].aliases if each in self._extra else COLUMNS[each] for each in lacking}
-        near = {name: each for each in lacking if (name := _nearest_of(unnamed, (each, *aliases[each])))}
+        near: dict[str, str] = {}  # name of the row -> the column that it is a misspelling of
+        for each in lacking:
+            matches = (get_close_matches(name, unnamed, n=1, cutoff=NEAR) for name in (each, *aliases[each]))
+            near |= {match[0]: each for match in islice(filter(None, matches), 1)}
         mapping = near
         if len(near) < len(lacking) and len(unnamed) <= MOST_BLANKS:
             mapping = {name: near.get(name, "____") for name in unnamed}
@@ -272,11 +326,9 @@ class ColumnResolver:
             fix = f"; if {' and '.join(map(repr, near))} {'is' if len(near) == 1 else 'are'} meant: {entries}"
         return f"{reason}; the row has {listing(names)}{fix}"
 
-    def _unseen(self) -> list[str]:
-        """Return which of the two columns that every row needs no row had, neither as a text nor as a picture."""
-        return [column for column, picture in _PICTURE_OF.items() if not {column, picture} & self._used.keys()]
-
     def _resolve(self, names: tuple[str, ...], *, where: str) -> RowShape:
+        """Resolve a shape that was not met before, and remember its columns for notes and errors."""
+        # 1. Columns that are mapped or go by a name of ours; of the free ones, guesses.
         targets = {name: self._mapping.get(name, name) for name in names}
         free = [name for name in names if name not in self._mapping and not self._is_named(name)]
         named = {
@@ -286,30 +338,58 @@ class ColumnResolver:
         }
         # A source whose rows named their negatives keeps to it: a guess would mix two kinds of columns row by row.
         before = {column for column, sources in self._used.items() if not {*sources} & {*self._guessed}}
-        guessed = guess(targets, named | (before & {"negatives", "negative_images"}), free, where)
+        guessed = _guessed(targets, named | (before & {"negatives", "negative_images"}), free, where)
         targets |= dict.fromkeys(free) | guessed
-        found: dict[str, list[str]] = {column: [] for column in (*COLUMNS, *self._extra)}
+
+        # 2. The columns of the row under our names.
+        columns = {self._canonical.get(target) for target in targets.values() if target is not None}
+        text_is_query = "positive_image" in columns and not columns & {"query", "query_image"}  # a caption, then
+        sources: dict[str, list[str]] = {column: [] for column in (*COLUMNS, *self._extra)}
         numbered: list[tuple[int, str]] = []
-        text_is_query = self._text_is_query(targets)
+        image = None
         for name, target in targets.items():
             number = NUMBERED_NEGATIVE.fullmatch(target or "")
+            if target == "image" and image is None:
+                image = name
             if target is None or name == PROVENANCE:
                 continue
             if number:
                 numbered.append((int(number[1]), name))
             elif target == "text" and text_is_query:
-                found["query"].append(name)
+                sources["query"].append(name)
             elif target in self._canonical:
-                found[self._canonical[target]].append(name)
+                sources[self._canonical[target]].append(name)
             elif target == "images":
-                raise DataError(_images_message(name, where))
-        image = next((name for name, target in targets.items() if target == "image"), None)
-        if image is not None and not found["query"]:
-            raise DataError(_image_message(image, where))
-        self._check_rivals(found, [name for _, name in sorted(numbered)], {*self._mapping, *guessed}, where)
-        found["negatives"] = sorted(found["negatives"], key=self._place) or [name for _, name in sorted(numbered)]
-        self._remember(names, found, guessed, [name for name in free if name not in guessed])
-        single = {column: sources[0] if sources else None for column, sources in found.items()}
+                raise DataError(
+                    f"{where}: column {name!r} holds images, and a row has one query_image or positive_image, and "
+                    f"negative_images: say what it is with column_mapping: {{{name}: negative_images}}, or drop it "
+                    f"with {{{name}: null}}"
+                )
+        if image is not None and not sources["query"]:
+            raise DataError(
+                f"{where}: column {image!r} is the positive picture of a text query, and there is no column query, "
+                f"caption or text: say what it is with column_mapping: {{{image}: query_image}} or {{{image}: "
+                "positive_image}, or drop it with null"
+            )
+        self._check_rivals(sources, [name for _, name in sorted(numbered)], {*self._mapping, *guessed}, where)
+
+        # Several columns of negatives stand in the order of the user's mapping, then of their names with the numbers in
+        # them: `bad_2` before `bad_10`.
+        mapped = list(self._mapping)
+
+        def rank(name: str) -> tuple[int, list[tuple[str, int]]]:
+            parts = [(word, int(digits or 0)) for word, digits in re.findall(r"(\D+)([0-9]{0,9})", name)]
+            return (mapped.index(name) if name in mapped else len(mapped), parts)
+
+        sources["negatives"] = sorted(sources["negatives"], key=rank) or [name for _, name in sorted(numbered)]
+
+        # 3. What notes and errors say of the whole source: each list is bounded, as names may be random.
+        ignored = [name for name in free if name not in guessed]
+        used = [(self._used.setdefault(column, {}), taken) for column, taken in sources.items() if taken]
+        for known, new in ((self._seen, names), (self._guessed, guessed), (self._ignored, ignored), *used):
+            if len(known) < MAX_SHAPES:
+                known.update(dict.fromkeys(new))
+        single = {column: taken[0] if taken else None for column, taken in sources.items()}
         if single[_TITLE] and not single["positive"]:
             raise DataError(
                 f"{where}: column {single[_TITLE]!r} is the title of a positive, and the row has no text as one"
@@ -317,7 +397,7 @@ class ColumnResolver:
         return RowShape(
             query=single["query"],
             positive=single["positive"],
-            negatives=tuple(found["negatives"]),
+            negatives=tuple(sources["negatives"]),
             label=single["label"],
             query_image=single["query_image"],
             positive_image=single["positive_image"],
@@ -327,69 +407,75 @@ class ColumnResolver:
         )
 
     def _is_named(self, name: str) -> bool:
-        """Return whether a column's own name says what it is."""
+        """Return whether a column's name alone says what it is."""
+        if name == _TITLE and _TITLE not in self._extra:
+            return False
         known = (*self._canonical, "images", PROVENANCE)
-        return (name in known and name not in {_TITLE} - {*self._extra}) or NUMBERED_NEGATIVE.fullmatch(
-            name
-        ) is not None
-
-    def _place(self, name: str) -> tuple[int, list[tuple[str, int]]]:
-        """Return what orders columns of one kind: the user's mapping, then names with their numbers."""
-        mapped = list(self._mapping)
-        parts = [(word, int(digits or 0)) for word, digits in re.findall(r"(\D+)([0-9]{0,9})", name)]
-        return (mapped.index(name) if name in mapped else len(mapped), parts)
-
-    def _text_is_query(self, targets: Mapping[str, str | None]) -> bool:
-        """Return whether `text` names the caption of a positive picture."""
-        columns = {self._canonical.get(target) for target in targets.values() if target is not None}
-        return "positive_image" in columns and not columns & {"query", "query_image"}
+        return name in known or NUMBERED_NEGATIVE.fullmatch(name) is not None
 
     def _check_rivals(
-        self, found: Mapping[str, list[str]], numbered: list[str], chosen: Collection[str], where: str
+        self, sources: Mapping[str, list[str]], numbered: list[str], chosen: Collection[str], where: str
     ) -> None:
         """Refuse two columns for one, but for negatives that the user or a guess calls so."""
-        for column, sources in found.items():
-            rivals = sources + numbered * (column == "negatives" and bool(sources))
-            if len(rivals) > 1 and not (column == "negatives" and {*rivals} <= {*chosen}):
-                raise DataError(self._rivals_message(column, rivals, where))
-
-    def _remember(
-        self, names: Iterable[str], found: Mapping[str, Iterable[str]], guessed: Iterable[str], ignored: Iterable[str]
-    ) -> None:
-        used = [(self._used.setdefault(column, {}), sources) for column, sources in found.items() if sources]
-        for known, new in ((self._seen, names), (self._guessed, guessed), (self._ignored, ignored), *used):
-            if len(known) < MAX_SHAPES:
-                known.update(dict.fromkeys(new))
-
-    def _rivals_message(self, column: str, rivals: Sequence[str], where: str) -> str:
-        mapped = [
-            f"{name!r} (mapped to {self._mapping[name]!r})" if name in self._mapping else repr(name) for name in rivals
-        ]
-        both = (
-            f", or take both with column_mapping: {{negatives: [{', '.join(rivals)}]}}" if column == "negatives" else ""
-        )
-        return (
-            f"{where}: columns {' and '.join(mapped[:2])} both stand for {column!r}: keep one, and drop the other with "
-            f"column_mapping: {{{rivals[-1]}: null}}{both}"
-        )
-
-    def _check_targets(self) -> None:
-        taken: dict[str, str] = {}
-        for source, target in self._mapping.items():
-            if target is None:
+        for column, taken in sources.items():
+            rivals = taken + numbered * (column == "negatives" and bool(taken))
+            if len(rivals) < 2 or (column == "negatives" and {*rivals} <= {*chosen}):
                 continue
-            if target not in self._canonical and not NUMBERED_NEGATIVE.fullmatch(target):
-                msg = (
-                    f"column_mapping: {{{source}: {target}}}: records have no column {target!r}"
-                    f"{closest(target, self._canonical)}; they have {', '.join((*COLUMNS, *self._extra))} and "
-                    "negative_1, negative_2, ...; null drops a column"
-                )
-                raise ConfigError(msg)
-            name = self._canonical.get(target, target)
-            if name in taken and name != "negatives":
-                msg = f"column_mapping sends both {taken[name]!r} and {source!r} to {name!r}: keep one of them"
-                raise ConfigError(msg)
-            taken[name] = source
+            shown = [
+                f"{name!r} (mapped to {self._mapping[name]!r})" if name in self._mapping else repr(name)
+                for name in rivals
+            ]
+            both = f", or take both with column_mapping: {{negatives: [{', '.join(rivals)}]}}"
+            raise DataError(
+                f"{where}: columns {' and '.join(shown[:2])} both stand for {column!r}: keep one, and drop the other "
+                f"with column_mapping: {{{rivals[-1]}: null}}{both if column == 'negatives' else ''}"
+            )
+
+
+def _guessed(
+    targets: Mapping[str, str | None], columns: Collection[str], free: Collection[str], where: str
+) -> dict[str, str]:
+    """Return column -> our name for it, of the columns that nobody named.
+
+    Args:
+        targets: Every column of a row -> what it is by its name or by the user's mapping, None where it is dropped.
+        columns: Our columns that the row has by name.
+        free: The columns that have no name of ours and aren't mapped.
+        where: `file:line`, for the error.
+
+    Raises:
+        DataError: Two columns may be the picture.
+    """
+    # Negatives first: what the row names as such leaves nothing to guess.
+    guesses: dict[str, str] = {}
+    if not {"negatives", "negative_images"} & {*columns}:
+        guesses = {name: "negatives" for name in free if looks_like_negative(name)}
+    asked = {target for target in targets.values() if target is not None}
+    has_picture = bool({"positive_image", "query_image"} & {*columns})
+    is_titled = "title" in free and "title" not in asked - {"title"}
+    # A caption, or what will be one beside a picture, with nothing yet that it could search.
+    lacks_picture = ("query" in columns and "positive" not in columns) or (
+        "query" not in columns and ("text" in asked if "positive" in columns else is_titled)
+    )
+    files = [name for name in free if name in PICTURE_FILES]
+    if files and lacks_picture and not has_picture:
+        if len(files) > 1:
+            raise DataError(
+                f"{where}: columns {files[0]!r} and {files[1]!r} may both name the picture: say which with "
+                f"column_mapping: {{{files[0]}: positive_image}}"
+            )
+        guesses[files[0]] = "image"
+        has_picture = True
+    if is_titled and has_picture and not {"query", "query_image"} & {*columns} and "text" not in asked:
+        guesses["title"] = "query"
+    elif is_titled and not has_picture and asked & TITLED:
+        guesses["title"] = "title"
+    return guesses
+
+
+def looks_like_negative(name: str) -> bool:
+    """Return whether a column seems to hold a text that is no answer, by its name."""
+    return _NEGATIVE.fullmatch(name) is not None
 
 
 def closest(name: str, names: Iterable[str]) -> str:
@@ -403,22 +489,3 @@ def listing(names: Iterable[str], limit: int = 20) -> str:
     names = list(names)
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return (", ".join(cut(name, 40) or "one without a name" for name in names[:limit]) or "none") + more
-
-
-def _nearest_of(names: Sequence[str], wanted: Sequence[str]) -> str | None:
-    return next((near[0] for target in wanted if (near := get_close_matches(target, names, n=1, cutoff=NEAR))), None)
-
-
-def _image_message(name: str, where: str) -> str:
-    return (
-        f"{where}: column {name!r} is the positive picture of a text query, and there is no column query, caption or "
-        f"text: say what it is with column_mapping: {{{name}: query_image}} or {{{name}: positive_image}}, or drop it "
-        "with null"
-    )
-
-
-def _images_message(name: str, where: str) -> str:
-    return (
-        f"{where}: column {name!r} holds images, and a row has one query_image or positive_image, and negative_images: "
-        f"say what it is with column_mapping: {{{name}: negative_images}}, or drop it with {{{name}: null}}"
-    )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 import numpy as np
 
 from vembed.data.images import content_name
-from vembed.data.retrieval_sources import task_from_records
+from vembed.data.judged import task_from_records
 from vembed.data.table import ItemColumn
 from vembed.errors import DataError
 from vembed.text import plural
@@ -29,7 +29,7 @@ from vembed.text import plural
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vembed.data.retrieval import RetrievalData
+    from vembed.data.judged import RetrievalData
     from vembed.data.table import RecordTable
 
 SHARE, MOST_ROWS = 0.05, 1000

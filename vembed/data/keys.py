@@ -1,10 +1,15 @@
-"""Keys of the data: where rows come from, what becomes of broken ones, and which of them share a batch."""
+"""Keys of the data: where rows come from, what becomes of broken ones, and which of them share a batch.
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+Also the split that a role reads of a set which has several.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
+from vembed.data.columns import closest
+from vembed.errors import DataError
 from vembed.files import as_one_path
 from vembed.registry import LOSSES
 from vembed.section import ANY, LARGEST_COUNT, Auto, Count, Name, Positive, Rule, Section, Share, Text, key
@@ -19,6 +24,34 @@ ColumnName = Literal[
 
 LabelKind = Literal["auto", "class", "pair", "grade"]
 """Meaning of a label: the row's class, whether the pair belongs together (1 or 0), or how close it is."""
+
+Role: TypeAlias = Literal["train", "validation", "test", "guard"]
+"""What a set is for."""
+
+BUILTIN_PREFIX = "builtin:"
+"""How a path begins that names a set which code makes."""
+
+SPLIT_NAMES: dict[Role, tuple[str, ...]] = {
+    "train": ("train",),
+    "validation": ("dev", "val", "validation"),
+    "test": ("test",),
+    "guard": ("test",),
+}
+"""Names that a role's split goes by, the preferred one first."""
+
+PATH_KEYS: dict[Role, str] = {
+    "train": "data_path",
+    "validation": "val_data_path",
+    "test": "test_data_path",
+    "guard": "guard_data",
+}
+SPLIT_KEYS: dict[Role, str] = {
+    "train": "data_split",
+    "validation": "val_data_split",
+    "test": "test_data_split",
+    "guard": "guard_data_split",
+}
+"""The config keys of each role, for error messages."""
 
 Paths = Annotated[list[Name], Field(min_length=1)]
 
@@ -281,6 +314,31 @@ class SamplingKeys(Section):
             "batch_sampling classes needs labels that are classes; label_kind is {label_kind}: set it to class",
         ),
     )
+
+
+def split_for(available: Collection[str], split: str | None, role: Role) -> str | None:
+    """Return the split to read, the user's choice or the role's; None when there is none."""
+    # A split that the user names is never replaced by another that the role would take.
+    names = SPLIT_NAMES[role] if split is None else (split,)
+    return next((name for name in names if name in available), None)
+
+
+def missing_split(where: object, available: Sequence[str], split: str | None, role: Role, key: str | None) -> DataError:
+    """Return the error for a source that has none of the splits that `split_for` looks for.
+
+    Args:
+        key: What the user calls the split; None stands for the key of the role.
+    """
+    names = SPLIT_NAMES[role] if split is None else (split,)
+    return DataError(
+        f"{where} has no split {' or '.join(map(repr, names))}{closest(names[0], available)}; it has: "
+        f"{', '.join(available)}. Choose one with {key or SPLIT_KEYS[role]}"
+    )
+
+
+def role_of(split: str) -> Role | None:
+    """Return the role that a split's name stands for, or None."""
+    return next((role for role, names in SPLIT_NAMES.items() if split in names), None)
 
 
 def listed(paths: str | list[str] | None) -> list[str]:

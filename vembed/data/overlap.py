@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item
-    from vembed.data.retrieval import RetrievalData
+    from vembed.data.judged import RetrievalData
     from vembed.data.table import ItemTable, RecordTable
 
 SKETCH_SECONDS, COMPARISON_SECONDS, MATCH_SECONDS = 1.5e-7, 1.5e-7, 2e-9

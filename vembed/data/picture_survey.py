@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from vembed.batch import ImageLimits, Item, Modality, Side
-    from vembed.data.retrieval import RetrievalData
+    from vembed.data.judged import RetrievalData
 
 RetrievalMode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 """Items that search, 2, items that are searched: t for texts, i for pictures, m for pictures with a text."""

@@ -1,4 +1,4 @@
-"""Which local files a path names: one, a folder's or a glob's, or a range of numbered shards."""
+"""Rows that a path names: one local file, those of a folder, a glob or a range of shards; or a set of the hub."""
 
 from __future__ import annotations
 
@@ -6,107 +6,117 @@ import glob
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vembed.data.beir import is_beir
 from vembed.data.columns import closest
-from vembed.data.files import ROW_SUFFIXES, json_object, suffix_of
-from vembed.data.hub import HUB_ID
-from vembed.data.lines import nearest_entry, reading
+from vembed.data.formats import row_suffixes, suffix_of
+from vembed.data.judged import is_beir
+from vembed.data.keys import SPLIT_NAMES, missing_split, split_for
+from vembed.data.lines import json_object, nearest_entry, reading
 from vembed.data.presets import preset_hint
-from vembed.data.splits import SPLIT_NAMES, missing_split, split_for
-from vembed.errors import DataError
+from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder, listed_paths
-from vembed.text import cut, plural
+from vembed.text import cut, first_line, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from vembed.data.splits import SourceOptions
+    from vembed.data.lines import RawRow
+    from vembed.data.read import DataSource
 
 SHARD = re.compile(r"(?P<split>.+?)([-_.]\d+(-of-\d+)?)?")
 """The file names of a split: `train`, `train-00000-of-00004`, `train_7`."""
+
+HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?", re.ASCII)
 
 _NUMBERED = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}", re.ASCII)
 MAX_NUMBERED = 100_000
 """Most files that a path with {000..127} may name."""
 
+HUB_BATCH_ROWS, PICTURE_BATCH_ROWS = 1000, 64
+"""Rows of a hub set that are Python objects at a time; fewer where they hold bytes of pictures."""
 
-def row_files(path: str, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
-    """Return the local files that a path names, and notes; no files when it is a hub id."""
-    if len(listed := listed_paths(path)) > 1:
-        return _listed_files(listed, options)
+
+def row_files(path: str, source: DataSource) -> tuple[list[Path], tuple[str, ...]]:
+    """Return the local files that a path of a source names, in order, and notes; no files when it is a hub id.
+
+    Raises:
+        DataError: Nothing is there, files of several kinds are, or there is no such split.
+    """
+    if len(parts := listed_paths(path)) > 1:
+        files: list[Path] = []
+        notes: list[str] = []
+        for part in parts:  # which may be of several kinds
+            local = home_path(part)
+            of_part, of_reading = ([], ()) if is_folder(local) and is_beir(local) else row_files(part, source)
+            if not of_part:
+                raise DataError(
+                    f"{source.path_key}: {cut(part, 1000)} stands in a list, which takes files and folders of "
+                    "rows; name sets of other kinds one by one under data"
+                )
+            files += of_part
+            notes += of_reading
+        return files, tuple(notes)
     local = home_path(path)
     if is_folder(local):
-        return _saved_files(local, options) or _folder_files(local, options)
+        return _saved_files(local, source) or _folder_files(local, source)
     if is_file(local):
-        found = [local]
+        files = [local]
     elif _NUMBERED.search(path):
-        found = _numbered(path, options.path_key)
+        files = _numbered(path, source.path_key)
     elif glob.has_magic(path):
-        found = _matching(local)
-        if not found:
-            msg = f"{options.path_key}: no file matches {path}"
-            raise DataError(msg)
-    elif _may_be_hub_id(path):
+        files = _matching(local)
+        if not files:
+            raise DataError(f"{source.path_key}: no file matches {path}")
+    elif (
+        not preset_hint(path)
+        and HUB_ID.fullmatch(path)
+        and suffix_of(Path(path)) is None
+        and not is_folder(Path(path).parent)
+    ):
         return [], ()
     else:
-        raise DataError(_missing_message(path, options.path_key))
-    if options.split is not None:
-        msg = f"{path} has no splits: remove {options.split_key}: {options.split}, or name a folder or hub id"
-        raise DataError(msg)
-    return _of_one_kind(found, path), ()
+        raise _missing(path, source.path_key)
+    if source.split is not None:
+        raise DataError(f"{path} has no splits: remove {source.split_key}: {source.split}, or name a folder or hub id")
+    return _of_one_kind(files, path), ()
 
 
-def _listed_files(paths: Sequence[str], options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
-    """Return the files of all paths of a list, which may be of several kinds."""
-    files: list[Path] = []
-    notes: list[str] = []
-    for path in paths:
-        local = home_path(path)
-        found, said = ([], ()) if is_folder(local) and is_beir(local) else row_files(path, options)
-        if not found:
-            raise DataError(
-                f"{options.path_key}: {cut(path, 1000)} stands in a list, which takes files and folders of "
-                "rows; name sets of other kinds one by one under data"
-            )
-        files += found
-        notes += said
-    return files, tuple(notes)
-
-
-def _saved_files(folder: Path, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]] | None:
+def _saved_files(folder: Path, source: DataSource) -> tuple[list[Path], tuple[str, ...]] | None:
     """Return the files of what `datasets` saved with `save_to_disk`, of the wanted split; None of another folder."""
+
+    def is_plain(name: object) -> bool:
+        """Return whether a name leads to nowhere but an entry of its folder."""
+        is_name = isinstance(name, str) and name not in ("", ".", "..")
+        return is_name and not any(sign in str(name) for sign in "/\\\0")
+
     note: tuple[str, ...] = ()
     chosen = None
     if is_file(folder / "dataset_dict.json"):
         splits = json_object(folder / "dataset_dict.json").get("splits")
-        if not isinstance(splits, list) or not all(isinstance(name, str) and _is_plain(name) for name in splits):
+        if not isinstance(splits, list) or not all(map(is_plain, splits)):
             raise DataError(f"{folder / 'dataset_dict.json'}: expected the names of splits under 'splits'")
-        chosen = split_for(splits, options.split, options.role)
+        # The names come from a file, and become parts of paths: `is_plain` keeps them inside of the folder.
+        chosen = split_for(splits, source.split, source.role)
         if chosen is None:
-            raise missing_split(folder, splits, options.split, options.role, options.split_key)
+            raise missing_split(folder, splits, source.split, source.role, source.split_key)
         note = (f"Read split {chosen!r} of {folder}.",)
         folder /= chosen
     elif not (is_file(folder / "state.json") and is_file(folder / "dataset_info.json")):
         return None
-    if chosen is None and options.split is not None:
-        raise DataError(f"{folder} has no splits: remove {options.split_key}: {options.split}")
+    if chosen is None and source.split is not None:
+        raise DataError(f"{folder} has no splits: remove {source.split_key}: {source.split}")
     listed = json_object(folder / "state.json").get("_data_files")
     files = listed if isinstance(listed, list) else []
     stored = [each.get("filename") if isinstance(each, dict) else None for each in files]
-    if not stored or not all(isinstance(name, str) and _is_plain(name) for name in stored):
+    if not stored or not all(map(is_plain, stored)):
         raise DataError(f"{folder / 'state.json'}: expected the names of files of Arrow under '_data_files'")
     return _of_one_kind([folder / str(name) for name in stored], str(folder)), note
 
 
-def _is_plain(name: str) -> bool:
-    """Return whether a name leads to nowhere but an entry of its folder."""
-    return name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name
-
-
 def _numbered(path: str, key: str) -> list[Path]:
     """Return the files that a path with {000..127} names, all of which must be there."""
+    # Several ranges in one path multiply, so the count is checked before the names are made.
     names = [path]
     while match := _NUMBERED.search(names[0]):
         first, last = match[1], match[2]
@@ -115,92 +125,144 @@ def _numbered(path: str, key: str) -> list[Path]:
             raise DataError(f"{key}: {match[0]} names no file, or over {MAX_NUMBERED:,}")
         begin, end = match.span()
         names = [f"{name[:begin]}{number:0{len(first)}}{name[end:]}" for name in names for number in numbers]
-    found = list(map(home_path, names))
-    missing = [file for file in found if not is_file(file)]
+    files = list(map(home_path, names))
+    missing = [file for file in files if not is_file(file)]
     if missing:
-        raise DataError(f"{key}: {cut(path, 1000)} names {len(found):,} files, and {missing[0]} doesn't exist")
-    return found
+        raise DataError(f"{key}: {cut(path, 1000)} names {len(files):,} files, and {missing[0]} doesn't exist")
+    return files
 
 
 def _matching(pattern: Path) -> list[Path]:
-    """Return the files that a pattern names, in order.
+    """Return the files that a pattern names, in order."""
 
-    A folder that several names lead to is entered once, or links to folders above them would lead to more and more.
-    """
+    def names(folder: Path, part: str) -> list[str]:
+        return glob.glob(part, root_dir=folder)  # noqa: PTH207 - pathlib enters what is hidden
+
+    # Part by part instead of one call of glob: a folder that several names lead to is entered once, or links to folders
+    # above them would lead to more and more.
     folders = [Path(pattern.anchor)]
     *parts, last = pattern.parts[bool(pattern.anchor) :]
     for part in parts:
-        found = (folder / name for folder in folders for name in sorted(_names(folder, part)))
+        inner = (folder / name for folder in folders for name in sorted(names(folder, part)))
         distinct: dict[str, Path] = {}
-        for folder in filter(is_folder, found):
+        for folder in filter(is_folder, inner):
             distinct.setdefault(os.path.realpath(folder), folder)
         folders = list(distinct.values())
-    return sorted(filter(is_file, (folder / name for folder in folders for name in _names(folder, last))))
+    return sorted(filter(is_file, (folder / name for folder in folders for name in names(folder, last))))
 
 
-def _names(folder: Path, pattern: str) -> list[str]:
-    return glob.glob(pattern, root_dir=folder)  # noqa: PTH207 - pathlib enters what is hidden
-
-
-def _folder_files(folder: Path, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
+def _folder_files(folder: Path, source: DataSource) -> tuple[list[Path], tuple[str, ...]]:
     """Return the row files of a folder: those of the wanted split where the names tell splits apart, else all."""
+    suffixes = row_suffixes()
     with reading(folder):
-        rows = (path for path in folder.iterdir() if suffix_of(path) in ROW_SUFFIXES and path.name[0] != ".")
-        found = sorted(filter(is_file, rows))
-    if not found:
-        msg = f"{folder} holds no data files; expected {', '.join(ROW_SUFFIXES)}, or the BEIR layout"
-        raise DataError(msg)
-    splits = {path: _split_name(path) for path in found}
+        rows = (path for path in folder.iterdir() if suffix_of(path) in suffixes and path.name[0] != ".")
+        files = sorted(filter(is_file, rows))
+    if not files:
+        raise DataError(f"{folder} holds no data files; expected {', '.join(suffixes)}, or the BEIR layout")
+    splits: dict[Path, str] = {}
+    for path in files:
+        match = SHARD.fullmatch(path.name[: -len(suffix_of(path) or "")])
+        splits[path] = match["split"] if match else path.name
     known = {name for names in SPLIT_NAMES.values() for name in names}
-    if options.split is None and not known & set(splits.values()):
-        return _of_one_kind(found, str(folder)), ()
-    chosen = split_for(set(splits.values()), options.split, options.role)
+    # Names such as part-0 and part-1 tell no splits apart: then all files are read.
+    if source.split is None and not known & set(splits.values()):
+        return _of_one_kind(files, str(folder)), ()
+    chosen = split_for(set(splits.values()), source.split, source.role)
     if chosen is None:
-        names = SPLIT_NAMES[options.role] if options.split is None else (options.split,)
-        msg = (
+        names = SPLIT_NAMES[source.role] if source.split is None else (source.split,)
+        raise DataError(
             f"{folder} has no file of split {' or '.join(repr(name) for name in names)}"
-            f"{closest(names[0], splits.values())}; it has: {', '.join(path.name for path in found)}. Choose one "
-            f"with {options.split_key}, or name the file in {options.path_key}"
+            f"{closest(names[0], splits.values())}; it has: {', '.join(path.name for path in files)}. Choose one "
+            f"with {source.split_key}, or name the file in {source.path_key}"
         )
-        raise DataError(msg)
-    files = _of_one_kind([path for path, split in splits.items() if split == chosen], f"{folder} ({chosen})")
-    others = len(found) - len(files)
-    note = f"Read split {chosen!r} of {folder}: {plural(len(files), 'file')}, {others} of other splits not read."
-    return files, (note,)
-
-
-def _split_name(path: Path) -> str:
-    match = SHARD.fullmatch(path.name[: -len(suffix_of(path) or "")])
-    return match["split"] if match else path.name
+    of_split = _of_one_kind([path for path, split in splits.items() if split == chosen], f"{folder} ({chosen})")
+    others = len(files) - len(of_split)
+    note = f"Read split {chosen!r} of {folder}: {plural(len(of_split), 'file')}, {others} of other splits not read."
+    return of_split, (note,)
 
 
 def _of_one_kind(files: Sequence[Path], source: str) -> list[Path]:
-    """Refuse a mixture, such as train.jsonl beside its own train.csv, and files of unknown kinds."""
+    """Refuse a mixture, such as train.jsonl beside its copy train.csv, and files of unknown kinds."""
     unknown = next((path for path in files if suffix_of(path) is None), None)
     if unknown is not None:
-        msg = f"{unknown}: unknown kind of file; expected {', '.join(ROW_SUFFIXES)}"
-        raise DataError(msg)
+        raise DataError(f"{unknown}: unknown kind of file; expected {', '.join(row_suffixes())}")
     kinds = {(suffix_of(path) or "").removesuffix(".gz") for path in files}
     if len(kinds) > 1:
-        msg = f"{source} mixes {' and '.join(sorted(kinds))} files: name one kind, e.g. *{min(kinds)}"
-        raise DataError(msg)
+        raise DataError(f"{source} mixes {' and '.join(sorted(kinds))} files: name one kind, e.g. *{min(kinds)}")
     return list(files)
 
 
-def _may_be_hub_id(path: str) -> bool:
-    if preset_hint(path):
-        return False
-    return bool(HUB_ID.fullmatch(path)) and suffix_of(Path(path)) is None and not is_folder(Path(path).parent)
-
-
-def _missing_message(path: str, key: str) -> str:
+def _missing(path: str, key: str) -> DataError:
+    """Return the error for a path that leads nowhere."""
     local, path = home_path(path), cut(path, 1000)
     if "://" in path:  # not echoed: an address may hold a password
-        return f"{key} is an address; download it and name the local file, or give a hub id owner/name"
+        return DataError(f"{key} is an address; download it and name the local file, or give a hub id owner/name")
     if hint := preset_hint(path):
-        return f"{key}: {path} doesn't exist{hint}"
+        return DataError(f"{key}: {path} doesn't exist{hint}")
     if os.path.lexists(local):
-        return f"{key}: {path} is no regular file but a pipe, socket, device, or a link that leads nowhere"
+        return DataError(f"{key}: {path} is no regular file but a pipe, socket, device, or a link that leads nowhere")
     if not is_folder(local.parent):
-        return f"{key}: {path} doesn't exist, nor does its folder {cut(str(local.parent), 1000)}"
-    return f"{key}: {path} doesn't exist{nearest_entry(local)}"
+        return DataError(f"{key}: {path} doesn't exist, nor does its folder {cut(str(local.parent), 1000)}")
+    return DataError(f"{key}: {path} doesn't exist{nearest_entry(local)}")
+
+
+def hub_split(source: DataSource) -> tuple[str, Any]:
+    """Return the name of the wanted split of a hub set, and its rows: a `datasets.Dataset`. No code of a set is run.
+
+    Raises:
+        DataError: The data set, its config or the split doesn't exist, or it needs code to be read.
+        MachineError: The hub can't be reached and the data set is not in the local cache.
+    """
+    import datasets
+
+    match = HUB_ID.fullmatch(source.path)
+    assert match is not None, source.path
+    name = match["name"]
+    try:
+        splits = datasets.load_dataset(name, match["config"])
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise DataError(
+            f"no data set {name!r} on the hub, and no such local file or folder; if it is private or gated, log in "
+            f"with `hf auth login`: {first_line(error)}"
+        ) from error
+    except (ConnectionError, TimeoutError, OSError) as error:
+        raise MachineError(
+            f"the data set {name!r} is not in the local cache and the hub can't be reached: {first_line(error)}. "
+            f"Download it where there is a network (`hf download {name} --repo-type dataset`), or give a local file"
+        ) from error
+    except (ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"the data set {name!r} can't be read: {first_line(error)}") from error
+    chosen = split_for(splits, source.split, source.role)
+    if chosen is None:
+        raise missing_split(source.path, list(splits), source.split, source.role, source.split_key)
+    return chosen, splits[chosen]
+
+
+def hub_rows(dataset: Any, wanted: Callable[[Sequence[str]], Sequence[str]]) -> Iterator[RawRow]:
+    """Yield the rows of a `datasets.Dataset`, counted from 1; columns that nobody wants are not read.
+
+    Args:
+        wanted: Given its columns, says which to read.
+    """
+    import datasets
+
+    def undecoded(feature: Any) -> Any:
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(decode=False)
+        inner = getattr(feature, "feature", None)  # of a list of pictures
+        return type(feature)(datasets.Image(decode=False)) if isinstance(inner, datasets.Image) else feature
+
+    names = list(wanted(dataset.column_names))
+    if not names:
+        yield from ((number, {}) for number in range(1, len(dataset) + 1))
+        return
+    dataset, batch_rows = dataset.select_columns(names), HUB_BATCH_ROWS
+    # Pictures come as {"bytes", "path"}, so that their headers are checked before anything decodes them.
+    features = {name: undecoded(feature) for name, feature in dataset.features.items()}
+    if features != dict(dataset.features):
+        dataset, batch_rows = dataset.cast(datasets.Features(features)), PICTURE_BATCH_ROWS
+    number = 0
+    for batch in dataset.iter(batch_size=batch_rows):
+        for cells in zip(*(batch[name] for name in names), strict=True):
+            number += 1
+            yield number, dict(zip(names, cells, strict=True))

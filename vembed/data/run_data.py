@@ -21,14 +21,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id
-from vembed.data.description import describe, example
 from vembed.data.hold_out import ENOUGH_QUERIES, divide, held_out_task, hold_out, resolution_notes
 from vembed.data.keys import listed
 from vembed.data.overlap import JudgedSets
 from vembed.data.picture_survey import ItemCounts, PictureSizes, PictureSurvey
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import load_records, refuse_missing
-from vembed.data.splits import SourceOptions
+from vembed.data.read import DataSource, describe, example, read
 from vembed.data.table import TEXT, LoadedRecords, RecordTable
 from vembed.errors import DataError
 from vembed.redact import redact
@@ -41,9 +38,9 @@ if TYPE_CHECKING:
 
     from vembed.batch import ImageLimits, Side
     from vembed.data.columns import LossNeeds
+    from vembed.data.judged import RetrievalData
     from vembed.data.keys import DataKeys
     from vembed.data.overlap import Overlap
-    from vembed.data.retrieval import RetrievalData
     from vembed.data.table import ItemTable
 
 
@@ -214,43 +211,41 @@ def refuse_missing_data(keys: DataKeys) -> None:
         DataError: No training data is named, or a path leads nowhere.
         MachineError: A file can't be opened.
     """
-    for path, options in all_sources(keys):
-        refuse_missing(path, options)
+    for source in all_sources(keys):
+        source.refuse_missing()
 
 
-def all_sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:
-    """Return the path of each source of a run's data, and how it is read: training, dev, test and guard sets.
+def all_sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[DataSource]:
+    """Return each source of a run's data: training, dev, test and guard sets.
 
     Raises:
         DataError: No training data is named.
     """
     sources = _training_sources(keys, loss)
     if keys.val_data_path is not None:
-        sources.append((keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys, loss)))
+        sources.append(read(keys.val_data_path, "validation", keys, split=keys.val_data_split, loss=loss))
     return [*sources, *_verdict_sources(keys, loss)]
 
 
-def _training_sources(keys: DataKeys, loss: LossNeeds | None) -> list[tuple[str, SourceOptions]]:
+def _training_sources(keys: DataKeys, loss: LossNeeds | None) -> list[DataSource]:
     if keys.data is None and keys.data_path is None:
         raise DataError(f"data_path is not set; --config_override data_path={SUGGESTED_SET} trains on a built-in set")
     if keys.data_path is not None:
-        return [(keys.data_path, SourceOptions("train", keys.data_split, keys, loss))]
+        return [read(keys.data_path, "train", keys, split=keys.data_split, loss=loss)]
     # An entry of `data` reads its columns and needs those of its loss; it is read by the run's other keys.
     sources = []
     for number, source in enumerate(keys.data or ()):
         mapping = keys.column_mapping if source.column_mapping is None else source.column_mapping
         source_keys = keys.model_copy(update={"column_mapping": mapping})
         needs = None if loss is None else loss.for_source(number)
-        sources.append((source.path, SourceOptions("train", source.split, source_keys, needs)))
+        sources.append(read(source.path, "train", source_keys, split=source.split, loss=needs))
     return sources
 
 
-def _verdict_sources(keys: DataKeys, loss: LossNeeds | None) -> list[tuple[str, SourceOptions]]:
-    tests = SourceOptions("test", keys.test_data_split, keys, loss)
-    guards = SourceOptions("guard", keys.guard_data_split, keys, loss)
+def _verdict_sources(keys: DataKeys, loss: LossNeeds | None) -> list[DataSource]:
     return [
-        *((path, tests) for path in listed(keys.test_data_path)),
-        *((path, guards) for path in listed(keys.guard_data)),
+        *(read(path, "test", keys, split=keys.test_data_split, loss=loss) for path in listed(keys.test_data_path)),
+        *(read(path, "guard", keys, split=keys.guard_data_split, loss=loss) for path in listed(keys.guard_data)),
     ]
 
 
@@ -269,8 +264,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
     # 1. The training rows. All paths are looked at before the first row is read, which may take minutes.
     refuse_missing_data(keys)
     sources = _training_sources(keys, loss)
-    paths = [path for path, _ in sources]
-    parts = [load_records(path, options) for path, options in sources]
+    paths, parts = [source.path for source in sources], [source.records() for source in sources]
     loaded = _joined(parts, paths)
     if keys.source_batches == "single":  # each batch is of one source, so each source must teach something by itself
         for number, (path, part) in enumerate(zip(paths, parts, strict=True)):
@@ -282,8 +276,8 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
     # 2. The sets that are named. Only they can leak: what is held out shares no query or positive with the rest.
     dev = None
     if keys.val_data_path is not None:
-        options = SourceOptions("validation", keys.val_data_split, keys, loss)
-        dev = load_retrieval(keys.val_data_path, options, takes_pairs=True)
+        source = read(keys.val_data_path, "validation", keys, split=keys.val_data_split, loss=loss)
+        dev = source.judged(takes_pairs=True)
     test, further = _read_verdict_sets(keys, loss)
     named = {"dev": dev, "test": test, **{other.folder: other.task for other in further}}
     compared = {name: task for name, task in named.items() if task is not None}
@@ -315,7 +309,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
     notes += () if dev is None or dev.grades else resolution_notes(len(dev.queries))
 
     # 4. Counts and directions, after rows were left out and held out: the numbers are those of what is trained on.
-    counts = RecordCounts.of(records, sources[0][1].image_limits)
+    counts = RecordCounts.of(records, sources[0].image_limits)
     counts.items.require(keys.retrieval_mode, " and ".join(paths))
     tasks = {name: task for name, task in (named | {"dev": dev, "test": test}).items() if task is not None}
     guards = {other.folder for other in further if other.role == "guard"}
@@ -341,12 +335,12 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
             f"{which}{more}: the verdict is on the rows that choose the checkpoint; give other test_data_path."
         )
 
-    read: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     per_source = {use: np.bincount(rows, minlength=len(parts)).tolist() for use, rows in untrained.items()}
     for number, (path, part) in enumerate(zip(paths, parts, strict=True)):
         end = f" {number + 1}" if len(parts) > 1 else ""  # the labels of several sources are numbered
         lines = describe(path, part, parts={use: rows[number] for use, rows in per_source.items()})
-        read |= {f"{label}{end}": line for label, line in lines.items()}
+        descriptions |= {f"{label}{end}": line for label, line in lines.items()}
     return RunData(
         records=records,
         dev=dev,
@@ -357,7 +351,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
         hashes=hashes,
         num_invalid=loaded.num_invalid,
         sources=tuple(paths),
-        read=read,
+        read=descriptions,
         further=further,
         judged=judged,
         overlaps={} if judged is None else judged.overlaps(records),
@@ -417,17 +411,17 @@ def _refuse_alike(loaded: LoadedRecords, path: str, loss: LossNeeds | None) -> N
 def _read_verdict_sets(keys: DataKeys, loss: LossNeeds | None) -> tuple[RetrievalData | None, tuple[FurtherSet, ...]]:
     """Return the test set of the verdict, and the other test sets and the guard sets; repeated names become paths."""
     sources = _verdict_sources(keys, loss)
-    tasks = [load_retrieval(path, options, takes_pairs=True) for path, options in sources]
+    tasks = [source.judged(takes_pairs=True) for source in sources]
     num_of_name = Counter(task.name for task in tasks)
-    for number, (path, options) in enumerate(sources):
+    for number, source in enumerate(sources):
         if num_of_name[tasks[number].name] > 1:
-            whole = redact(f"{path}/{options.split}" if options.split else path)
+            whole = redact(f"{source.path}/{source.split}" if source.split else source.path)
             tasks[number] = replace(tasks[number], name=whole)
     test = tasks[0] if keys.test_data_path else None
     others = list(zip(sources, tasks, strict=True))[0 if test is None else 1 :]
     return test, tuple(
-        FurtherSet("guard" if options.role == "guard" else "test", number, task)
-        for number, ((_, options), task) in enumerate(others, start=1)
+        FurtherSet("guard" if source.role == "guard" else "test", number, task)
+        for number, (source, task) in enumerate(others, start=1)
     )
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from vembed import __version__
 from vembed.data.columns import ColumnsRead
-from vembed.data.files import SHARD_SUFFIX, suffix_of
+from vembed.data.formats import SHARD_SUFFIX, plugin_code, suffix_of
 from vembed.data.keys import DataKeys
 from vembed.data.table import LoadedRecords, RecordTable
 from vembed.errors import MachineError
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from vembed.data.columns import ExtraColumn
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import DataSource
 
 VARIABLE = "VEMBED_CACHE"
 """Environment variable that names the folder of the cache, or says `never`."""
@@ -67,7 +67,7 @@ _log = logging.getLogger(__name__)
 
 def kept_or_read(
     files: Sequence[Path],
-    options: SourceOptions,
+    source: DataSource,
     columns: Sequence[ExtraColumn],
     read: Callable[[Path | None], LoadedRecords],
 ) -> LoadedRecords:
@@ -86,16 +86,16 @@ def kept_or_read(
     root = _root()
     if root is None or num_bytes < LEAST_BYTES:
         return read(None)
-    source = _digest(_reading_of(files, options, columns))
-    folder = root / f"{source}-{_digest(stamps)}"
+    reading = _digest(_reading_of(files, source, columns))
+    folder = root / f"{reading}-{_digest(stamps)}"
     # The pictures of tar shards stay where they are, so that what is kept of them is small.
     needed = 0 if suffix_of(files[0]) == SHARD_SUFFIX or folder.is_dir() else FREE_SHARE * num_bytes
     if reason := _unusable(root, needed):
         loaded = read(None)
         return replace(loaded, notes=(*loaded.notes, f"The rows are not kept in {root}: {reason}."))
-    with _locked(root / f".{source}.lock", folder) as is_alone:
+    with _locked(root / f".{reading}.lock", folder) as is_alone:
         loaded = _mapped(folder) or _filled(
-            folder, read, lambda: _stamps(files) == stamps, old=f"{source}-*" if is_alone else None
+            folder, read, lambda: _stamps(files) == stamps, old=f"{reading}-*" if is_alone else None
         )
     if loaded.table.folder != folder:
         return loaded
@@ -221,19 +221,19 @@ def _stamps(files: Sequence[Path]) -> list[tuple[int, ...]]:
     return stamps
 
 
-def _reading_of(files: Sequence[Path], options: SourceOptions, columns: Sequence[ExtraColumn]) -> dict[str, object]:
+def _reading_of(files: Sequence[Path], source: DataSource, columns: Sequence[ExtraColumn]) -> dict[str, object]:
     """Return everything but the files' content that their rows follow from."""
-    loss = options.loss
+    loss = source.loss
+    plugin = plugin_code(files[0])
     return {
         "format": FORMAT,
         "version": __version__,
         "files": [(os.path.realpath(file), file.name) for file in files],
-        "role": options.role,
+        "role": source.role,
         "loss": None if loss is None else (loss.name, sorted(loss.takes)),
         "columns": [repr(column) for column in columns],
-        "keys": {
-            name: getattr(options.keys, name) for name in sorted(DataKeys.model_fields) if name not in KEYS_OF_USE
-        },
+        "keys": {name: getattr(source.keys, name) for name in sorted(DataKeys.model_fields) if name not in KEYS_OF_USE},
+        **({"plugin": plugin} if plugin else {}),
     }
 
 

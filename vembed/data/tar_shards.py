@@ -8,6 +8,7 @@ whose members are in two places, truncated shards, and shards with data after th
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import resource
@@ -17,16 +18,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vembed.data import lines as limits
-from vembed.data.parquet import MAX_COLUMNS
+from vembed.data import lines
+from vembed.data.lines import MAX_COLUMNS, unique_keys
 from vembed.errors import DataError, MachineError
 from vembed.files import open_regular
 from vembed.text import quoted
 
 if TYPE_CHECKING:
-    import json
     from collections.abc import Iterator
     from pathlib import Path
+
+    from vembed.data.lines import RawRow
 
 BLOCK_BYTES = tarfile.BLOCKSIZE
 PIECE_BYTES = 2**20
@@ -105,16 +107,14 @@ class Member(NamedTuple):
     data: memoryview
 
 
-def shard_rows(path: Path, decoder: json.JSONDecoder) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def shard_rows(path: Path) -> Iterator[RawRow]:
     """Yield (sample counted from 1, its columns or why it can't be read).
-
-    Args:
-        decoder: Reads the members that hold JSON.
 
     Raises:
         DataError: The shard is refused, or can't be read on.
         OSError: The system refuses to read it, or it is no regular file.
     """
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
     number, key, row = 0, "", dict[str, Any]()
     problem, known = "", set[str]()
     for member in members(path):
@@ -122,6 +122,8 @@ def shard_rows(path: Path, decoder: json.JSONDecoder) -> Iterator[tuple[int, dic
         stem, _, extension = base.partition(".")
         if not stem or not extension:
             raise _refused(path, member.name, "a member's name is KEY.EXTENSION, such as 0001.jpg")
+        # Members of one key follow each other, as writers of WebDataset promise: a sample is complete where the next
+        # key begins, so that one sample is in memory, and a key that comes again is an error.
         if (own := f"{folder}/{stem}") != key:
             if number:
                 yield number, problem or row
@@ -154,8 +156,8 @@ def _cells(extension: str, data: memoryview, decoder: json.JSONDecoder) -> dict[
         return {column or COLUMN_OF[kind]: data}
     if kind not in {"txt", "cls", "json"}:
         return {extension: None}
-    if len(data) > limits.MAX_LINE_BYTES:
-        raise ValueError(f"over {limits.MAX_LINE_BYTES // 2**20} MiB")
+    if len(data) > lines.MAX_LINE_BYTES:
+        raise ValueError(f"over {lines.MAX_LINE_BYTES // 2**20} MiB")
     try:
         text = bytes(data).decode().strip()
     except UnicodeDecodeError as error:
@@ -187,17 +189,29 @@ def members(path: Path) -> Iterator[Member]:
     except ValueError as error:
         raise DataError(f"{path.name}: the shard is empty") from error
     at, extended, num_extended = 0, dict[str, str](), 0
+    # A shard is headers of 512 bytes, each followed by the member's bytes, filled up to a multiple of 512; two blocks
+    # of zeros end it. `at` goes from header to header, so that no byte of a picture is touched. Not `tarfile.open`: it
+    # takes a truncated shard, or one joined by `cat`, for a shorter one without a word.
     while True:
-        header = _header(path, shard, at)
-        if header is None:
+        block = bytes(shard[at : at + BLOCK_BYTES])
+        if len(block) < BLOCK_BYTES:
+            raise DataError(f"{path.name}: the shard is truncated at byte {len(shard):,}: it has no end mark")
+        if not block.strip(b"\0"):
             pieces = (bytes(shard[start : start + PIECE_BYTES]) for start in range(at, len(shard), PIECE_BYTES))
             if extended or any(piece.strip(b"\0") for piece in pieces):
                 raise DataError(
                     f"{path.name}: byte {at:,}: data follows the end mark; was this made by joining shards?"
                 )
             return
+        try:
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
+        except (tarfile.HeaderError, ValueError) as error:
+            raise DataError(f"{path.name}: byte {at:,}: no header of a tar member: {error}") from error
         name, kind = extended.get("path", header.name), header.type
-        size = _whole(extended.get("size"), header.size)
+        # A size that is no number is beyond every shard, and so refused as truncated.
+        size = header.size
+        if (told := extended.get("size")) is not None:
+            size = int(told) if told.isascii() and told.isdecimal() and len(told) < 19 else 2**63
         begin, end = at + BLOCK_BYTES, at + BLOCK_BYTES + size
         if not 0 <= begin <= end <= len(shard):
             raise _refused(path, name, f"the shard is truncated: it ends at byte {len(shard):,}, the member at {end:,}")
@@ -215,21 +229,11 @@ def members(path: Path) -> Iterator[Member]:
             continue
         if kind not in _REGULAR:
             raise _refused(path, name, f"it is {_KINDS.get(kind, 'no regular file')}, and shards hold regular files")
-        _check_name(path, name)
+        if name.startswith("/") or ".." in name.split("/") or "\\" in name or not name.isprintable():
+            raise _refused(path, name, "its name leads out of the shard, or holds what no name should")
+        if name.rpartition(".")[2].lower() in PICKLES:
+            raise _refused(path, name, "it is a pickle, which may run code when it is read; leave it out of the shard")
         yield Member(name, shard[begin:end])
-
-
-def _header(path: Path, shard: memoryview, at: int) -> tarfile.TarInfo | None:
-    """Return the header at an offset, None at the end of the members."""
-    block = bytes(shard[at : at + BLOCK_BYTES])
-    if len(block) < BLOCK_BYTES:
-        raise DataError(f"{path.name}: the shard is truncated at byte {len(shard):,}: it has no end mark")
-    if not block.strip(b"\0"):
-        return None
-    try:
-        return tarfile.TarInfo.frombuf(block, "utf-8", "strict")
-    except (tarfile.HeaderError, ValueError) as error:
-        raise DataError(f"{path.name}: byte {at:,}: no header of a tar member: {error}") from error
 
 
 def _extended(path: Path, kind: bytes, data: memoryview) -> dict[str, str]:
@@ -264,20 +268,6 @@ def _extended(path: Path, kind: bytes, data: memoryview) -> dict[str, str]:
     if telling and kind == tarfile.XGLTYPE:
         raise DataError(f"{path.name}: a header names all members alike")
     return telling
-
-
-def _whole(said: str | None, size: int) -> int:
-    """Return a member's size; one that is no number is beyond every shard."""
-    if said is None:
-        return size
-    return int(said) if said.isascii() and said.isdecimal() and len(said) < 19 else 2**63
-
-
-def _check_name(path: Path, name: str) -> None:
-    if name.startswith("/") or ".." in name.split("/") or "\\" in name or not name.isprintable():
-        raise _refused(path, name, "its name leads out of the shard, or holds what no name should")
-    if name.rpartition(".")[2].lower() in PICKLES:
-        raise _refused(path, name, "it is a pickle, which may run code when it is read; leave it out of the shard")
 
 
 def _refused(path: Path, name: str, reason: str) -> DataError:

@@ -18,7 +18,8 @@ from vembed.text import visible
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vembed.data.splits import Role, SourceOptions
+    from vembed.data.keys import Role
+    from vembed.data.read import DataSource
     from vembed.evaluation.encode import ItemEncoder
 
 
@@ -78,16 +79,17 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 
 def _check(given: Mapping[str, Any], command: str) -> int:
     options = check(CheckOptions, given)
-    rows = _source(options, "train", options.split)
-    against = dict.fromkeys(options.against, _source(options, "test", options.against_split))
-    _refuse_missing({options.path: rows, **against})
+    rows = _source(options, options.path, "train", options.split)
+    against = [_source(options, path, "test", options.against_split) for path in dict.fromkeys(options.against)]
+    for source in (rows, *against):  # before a model is loaded, which takes seconds
+        source.refuse_missing()
     from vembed.workflows.data_check.check import check_data
     from vembed.workflows.data_check.report import check_page, terminal_lines, write_html, write_json
 
     encode = _encoder(options, options.batch_size)
     # Rows and vectors that don't fit memory go there.
     with tempfile.TemporaryDirectory(prefix="vembed-check-") as folder:
-        checked = check_data(options.path, rows, against, Path(folder), encode)
+        checked = check_data(rows, against, Path(folder), encode)
         for line in terminal_lines(checked):
             print(visible(redact(line)))
         page = check_page(checked, command)
@@ -100,19 +102,19 @@ def _check(given: Mapping[str, Any], command: str) -> int:
 
 def _show(given: Mapping[str, Any]) -> int:
     options = check(ShowOptions, given)
-    rows = _source(options, "train", options.split)
-    _refuse_missing({options.path: rows})
+    rows = _source(options, options.path, "train", options.split)
+    rows.refuse_missing()
     from vembed.workflows.data_check.report import shown_rows
 
     encode = _encoder(options, 1)  # it only counts tokens
-    for line in shown_rows(options.path, rows, options.rows, None if encode is None else encode.encoder):
+    for line in shown_rows(rows, options.rows, None if encode is None else encode.encoder):
         print(visible(redact(line)))
     return ExitCode.OK
 
 
-def _source(options: CheckOptions | ShowOptions, role: Role, split: str | None) -> SourceOptions:
-    """Return how the data are read, as a configuration with the same keys would have it."""
-    from vembed.data.splits import SourceOptions
+def _source(options: CheckOptions | ShowOptions, path: str, role: Role, split: str | None) -> DataSource:
+    """Return a data set, read as a configuration with the same keys would have it."""
+    from vembed.data.read import read
     from vembed.losses.registry import RunLoss
 
     name = options.loss_type or ("cosent" if options.label_kind in ("pair", "grade") else "infonce")
@@ -121,15 +123,7 @@ def _source(options: CheckOptions | ShowOptions, role: Role, split: str | None) 
         LOSSES.load(name)  # refuses it with the nearest name
     named = ("PATH", "--split") if role == "train" else ("--against", "--against-split")
     keys = options.row_keys(max_image_pixels=options.max_image_pixels)
-    return SourceOptions(role, split, keys, RunLoss.chosen(name, {}).needs(), named=named)
-
-
-def _refuse_missing(sources: Mapping[str, SourceOptions]) -> None:
-    """Refuse paths that lead nowhere before a model is loaded, which takes seconds."""
-    from vembed.data.sources import refuse_missing
-
-    for path, source in sources.items():
-        refuse_missing(path, source)
+    return read(path, role, keys, split=split, loss=RunLoss.chosen(name, {}).needs(), named=named)
 
 
 def _encoder(options: CheckOptions | ShowOptions, batch_size: int) -> ItemEncoder | None:

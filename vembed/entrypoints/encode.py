@@ -63,9 +63,10 @@ def _run(given: Mapping[str, Any], words: Sequence[str], watchdog: Watchdog) -> 
     output = home_path(options.output)
     # The name of the output decides the form, so a contradiction is told before anything is read.
     form = output_form(output, options.format)
-    from vembed.data.corpus import Corpus
+    from vembed.data.read import read
 
-    Corpus(options.data)  # a path that leads nowhere is told before torch is imported, which takes seconds
+    # A path that leads nowhere is told before torch is imported, which takes seconds.
+    read(options.data, "test").documents()
 
     def clean() -> None:
         from vembed.workflows.search.build import clean_killed

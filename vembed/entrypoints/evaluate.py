@@ -134,13 +134,13 @@ def _run(options: EvaluateOptions, *, command: str) -> int:
         options.refuse_unread_code()
         with hold_output(options.output):
             return _evaluate_mteb(options)
-    from vembed.data.sources import is_judged_set, refuse_missing
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import read
 
-    for path in options.sets:  # told before torch is imported, which takes seconds
-        refuse_missing(path, SourceOptions("test", options.split, named=("--data", "--split")))
+    sources = [read(path, "test", split=options.split, named=("--data", "--split")) for path in options.sets]
+    for source in sources:  # told before torch is imported, which takes seconds
+        source.refuse_missing()
     with hold_output(options.output):
-        judged = [path for path in options.sets if is_judged_set(path)]
+        judged = [source.path for source in sources if source.kind != "rows"]
         if options.label_kind not in {"pair", "grade"} or len(judged) == len(options.sets):
             return _evaluate(options, command=command)
         # Rows whose label says something of the pair.
@@ -208,7 +208,7 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     import torch
 
     from vembed.data.keys import DataKeys
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import read
     from vembed.distributed.runtime import start_runtime
     from vembed.distributed.signals import StopSignal
     from vembed.evaluation.benchmark.names import model_labels, set_labels
@@ -222,8 +222,8 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     quiet_libraries()
     root = None if options.image_root is None else str(options.image_root)
     keys = DataKeys(image_root=root, label_kind=options.label_kind)
-    source = SourceOptions("test", options.split, keys, named=("--data", "--split"))
-    sets = [load_pairs(path, source) for path in options.sets]
+    named = ("--data", "--split")
+    sets = [load_pairs(read(path, "test", keys, split=options.split, named=named)) for path in options.sets]
     names = set_labels([each.name for each in sets], options.sets)
     sets = [replace(each, name=name) for each, name in zip(sets, names, strict=True)]
     runtime = start_runtime(deterministic=False)

@@ -138,16 +138,15 @@ def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]
     """
     from vembed.data.columns import COLUMNS
     from vembed.data.keys import DataKeys
-    from vembed.data.sources import first_rows, refuse_by_first_rows, refuse_missing
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import read
 
-    options = SourceOptions("train", named=("DATA", "data_split"))
-    refuse_missing(data, options)
-    rows = first_rows(data, options, FEW_ROWS)
+    source = read(data, "train", named=("DATA", "data_split"))
+    source.refuse_missing()
+    rows = source.raw_rows(FEW_ROWS)
     known = {name for ours, others in COLUMNS.items() for name in (ours, *others)}
     unknown = [name for name in (rows[0] if rows else ()) if name not in known]
     try:
-        return refuse_by_first_rows(data, options).columns, {}, rows
+        return source.peek().columns, {}, rows
     except DataError:
         if len(unknown) != 2:
             raise
@@ -159,8 +158,8 @@ def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]
                 "query and positive"
             )
     mapping = dict(zip(unknown, ("query", "positive"), strict=True))
-    mapped = SourceOptions("train", keys=checked_section(DataKeys, {"column_mapping": mapping}))
-    return refuse_by_first_rows(data, mapped).columns, mapping, rows
+    mapped = read(data, "train", checked_section(DataKeys, {"column_mapping": mapping}))
+    return mapped.peek().columns, mapping, rows
 
 
 def _supervision(columns: ColumnsRead, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -89,17 +89,17 @@ def _refuse(options: MergeOptions) -> None:
         close = difflib.get_close_matches(options.metric, known, n=1, cutoff=0.0)
         raise ConfigError(f"--metric: there is no {options.metric!r}; did you mean {close[0]}?")
 
-    from vembed.data.beir import find_split
-    from vembed.data.sources import beir_folder, refuse_missing
-    from vembed.data.splits import SPLIT_NAMES, SourceOptions
+    from vembed.data.judged import find_split
+    from vembed.data.keys import SPLIT_NAMES
+    from vembed.data.read import read
 
     for path, split in options.sets:
-        refuse_missing(path, SourceOptions("validation", split, named=("--data or --guard", "--split")))
+        read(path, "validation", split=split, named=("--data or --guard", "--split")).refuse_missing()
     for path in options.targets if options.split is None else ():
-        if (folder := beir_folder(path)) is None:
+        if read(path, "validation").kind != "beir":
             continue
         # A BEIR folder whose only split is its test split would serve without a word.
-        split, _ = find_split(folder, None, "validation", "--split")
+        split, _ = find_split(home_path(path), None, "validation", "--split")
         if split not in SPLIT_NAMES["validation"]:
             raise ConfigError(
                 f"{path} has no validation split; it has: {split}. Choosing the weights on it would flatter them; to "

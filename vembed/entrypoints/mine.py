@@ -23,8 +23,7 @@ from vembed.vectors.keys import SOURCES, MiningKeys
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from vembed.batch import ImageLimits
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import DataSource
     from vembed.data.table import ItemTable
     from vembed.distributed.runtime import Runtime
     from vembed.distributed.signals import StopSignal
@@ -78,8 +77,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
     options = check(MineOptions, given)
     if options.seed is not None and options.mine_sampling != "random":
         raise ConfigError("--seed has an effect only with --sampling random")
-    from vembed.data.sources import refuse_missing
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import read
     from vembed.losses.registry import RunLoss
     from vembed.mining.output import refuse_output
 
@@ -93,8 +91,8 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
         skip_invalid_records=None if skipped is None else True,
         max_invalid_records=skipped,
     )
-    source = SourceOptions("train", options.split, keys, loss, named=named)
-    refuse_missing(options.data, source)
+    source = read(options.data, "train", keys, split=options.split, loss=loss, named=named)
+    source.refuse_missing()
 
     @contextmanager
     def held() -> Iterator[bool]:
@@ -112,13 +110,12 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
 def _mine(
     options: MineOptions,
     command: str,
-    source: SourceOptions,
+    source: DataSource,
     output: Path,
     runtime: Runtime,
     stop: StopSignal,
 ) -> None:
     from vembed.api.model import load
-    from vembed.data.sources import load_records
     from vembed.mining.mine import Miner, Seconds
     from vembed.mining.output import rows_without_positives, write_rows
     from vembed.mining.report import MiningReport, mining_page
@@ -128,9 +125,9 @@ def _mine(
     # Every rank encodes its share and reads the shares of the others; the first one alone writes and prints.
     seconds, ranks = Seconds(), runtime.ranks
     with seconds.part("read data"):
-        loaded = load_records(options.data, source)
+        loaded = source.records()
         alone = len(rows_without_positives(output, loaded.table, lists_grades=options.label_kind == "grade"))
-        task = MiningTask.of(loaded.table, _corpus(options, source.image_limits))
+        task = MiningTask.of(loaded.table, _corpus(options, source.keys))
     with seconds.part("load model"):
         model = load(options.model, **options.load_options())
     encode = model.item_encoder(options.batch_size, poll=stop.poll)
@@ -174,16 +171,14 @@ def _work_folder(output: Path) -> Path:
     return output.with_name(f".{output.name}.mining")
 
 
-def _corpus(options: MineOptions, limits: ImageLimits) -> ItemTable | None:
+def _corpus(options: MineOptions, keys: DataKeys) -> ItemTable | None:
     """Read the further documents."""
     if options.corpus is None:
         return None
-    from vembed.data.corpus import Corpus, CorpusOptions
+    from vembed.data.read import read
     from vembed.mining.task import corpus_items
 
-    root = None if options.image_root is None else home_path(options.image_root)
-    corpus = Corpus(options.corpus, CorpusOptions(image_root=root, image_limits=limits))
-    return corpus_items(document.item for document in corpus)
+    return corpus_items(document.item for document in read(options.corpus, "train", keys).documents())
 
 
 def _teacher(

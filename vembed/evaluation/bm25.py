@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import bm25s
 
     from vembed.batch import Item
-    from vembed.data.retrieval import RetrievalData
+    from vembed.data.judged import RetrievalData
     from vembed.evaluation.keys import Bm25Language
     from vembed.evaluation.result import EvaluationResult
 

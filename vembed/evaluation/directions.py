@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Features, Item, Side
-    from vembed.data.retrieval import RetrievalData
+    from vembed.data.judged import RetrievalData
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.evaluator import EvaluationOptions
     from vembed.evaluation.report.vectors import Geometry

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
-    from vembed.data.retrieval import RetrievalData
+    from vembed.data.judged import RetrievalData
     from vembed.evaluation.encode import Vectors
 
     Encode: TypeAlias = Callable[[Sequence[Item], Side], Vectors]

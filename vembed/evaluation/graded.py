@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from vembed.data.python_rows import refuse_other_modalities
-from vembed.data.retrieval_sources import source_name
-from vembed.data.sources import load_records
 from vembed.errors import DataError
 from vembed.evaluation.encode import values_of
 from vembed.evaluation.graded_values import pair_similarities
@@ -39,8 +37,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item
-    from vembed.data.retrieval import PairKind
-    from vembed.data.splits import SourceOptions
+    from vembed.data.judged import PairKind
+    from vembed.data.read import DataSource
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.significance import Verdict
 
@@ -103,16 +101,16 @@ class PairsOutcome:
     verdicts: Mapping[str, Verdict]  # model -> the first measure against the first model, whose own isn't here
 
 
-def load_pairs(path: str, options: SourceOptions) -> GradedPairs:
+def load_pairs(source: DataSource) -> GradedPairs:
     """Read rows of `label_kind` grade or pair as pairs to measure.
 
     Raises:
-        ConfigError: As `load_records`.
-        DataError: As `load_records`; or the rows say the same of every pair, so that there is no order to find.
-        MachineError: As `load_records`.
+        ConfigError: As `DataSource.records`.
+        DataError: As `DataSource.records`; or the rows say the same of every pair, so that there is no order to find.
+        MachineError: As `DataSource.records`.
     """
-    kind: PairKind = "pair" if options.keys.label_kind == "pair" else "grade"
-    loaded, name = load_records(path, options), source_name(path, options)
+    kind: PairKind = "pair" if source.keys.label_kind == "pair" else "grade"
+    loaded, name = source.records(), source.name
     table, notes = loaded.table, loaded.notes
     row_P, grade_P = table.listed
     if silent := len(table) - len(np.unique(row_P)):

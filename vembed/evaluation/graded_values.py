@@ -20,7 +20,7 @@ from vembed.evaluation.encode import values_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vembed.data.retrieval import PairKind
+    from vembed.data.judged import PairKind
     from vembed.evaluation.encode import Vectors
 
 PAIRS_AT_ONCE = 8192

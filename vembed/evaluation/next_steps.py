@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from vembed.data.corpus_files import CORPUS_FILES
-from vembed.data.keys import listed
+from vembed.data.documents import CORPUS_FILES
+from vembed.data.keys import BUILTIN_PREFIX, listed
 from vembed.data.presets import preset_path
-from vembed.data.sources import BUILTIN_PREFIX
 from vembed.models.names import is_run
 from vembed.redact import redact
 

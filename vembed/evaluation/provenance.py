@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from vembed.batch import Item, Side
-    from vembed.data.retrieval import RetrievalData
+    from vembed.data.judged import RetrievalData
     from vembed.models.encoder import Encoder
 
 Key: TypeAlias = "dict[str, Any]"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from vembed.batch import Item
-    from vembed.data.retrieval import RetrievalData
+    from vembed.data.judged import RetrievalData
 
 DEFAULT_DEPTH = 100
 """Documents kept per query."""

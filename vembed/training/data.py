@@ -9,12 +9,11 @@ import numpy as np
 
 from vembed.batch import ImageLimits
 from vembed.data.arrangements import ByClass, Contents, WithoutRepeats
-from vembed.data.corpus import Corpus, CorpusOptions
+from vembed.data.read import read
 from vembed.data.run_data import load_run_data
 from vembed.data.sampler import GlobalSampler, Mixture
 from vembed.data.table import ItemColumn
 from vembed.errors import DataError
-from vembed.files import home_path
 from vembed.mining.task import corpus_items
 from vembed.text import show_duration
 from vembed.vectors.keys import teacher_gives_scores
@@ -43,8 +42,7 @@ def load_data(config: Config) -> RunData:
     needs_dev = chooses or config.test_data_path is None
     data = load_run_data(config, needs_dev=needs_dev, divides=chooses, loss=config.loss_needs())
     if config.mine_corpus is not None:
-        root = None if config.image_root is None else home_path(config.image_root)
-        corpus = Corpus(config.mine_corpus, CorpusOptions(image_root=root, image_limits=image_limits(config)))
+        corpus = read(config.mine_corpus, "train", config).documents()
         data = data.with_corpus(corpus_items(document.item for document in corpus))
     if config.mine == "never":
         _refuse_missing_negatives(config, data)

@@ -19,9 +19,8 @@ from vembed.checkpoint.format import (
     steps_in,
 )
 from vembed.config.record import ResumeDifference, resume_differences
-from vembed.data.corpus import Corpus
+from vembed.data.read import read
 from vembed.data.run_data import all_sources
-from vembed.data.sources import refuse_by_first_rows, refuse_missing
 from vembed.errors import ConfigError, VembedError
 from vembed.files import home_path, is_file, is_folder, listed_paths
 from vembed.models.keys import model_names, renamed
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Modality
     from vembed.config.schema import Config
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import DataSource
     from vembed.models.keys import ModelKeys
 
 
@@ -109,7 +108,7 @@ def paths_read(config: Config) -> list[Path]:
         with suppress(ConfigError):  # told where models are looked at
             models.append(locate(name).name)
     has_data = config.data is not None or config.data_path is not None
-    data = [file for path, _ in all_sources(config) for file in listed_paths(path)] if has_data else []
+    data = [file for source in all_sources(config) for file in listed_paths(source.path)] if has_data else []
     data += [] if config.mine_corpus is None else [config.mine_corpus]
     return [path for path in map(home_path, (*models, *data)) if is_file(path) or is_folder(path)]
 
@@ -168,14 +167,14 @@ def _refuse_all(checks: Iterable[Callable[[], object]]) -> None:
 def _refuse_wrong_data(config: Config, modalities: dict[str, frozenset[Modality]]) -> None:
     """Refuse data that are missing or wrong by their first rows, and add what those rows hold to `modalities`."""
 
-    def look(path: str, options: SourceOptions) -> None:
-        modalities[path] = refuse_by_first_rows(path, options).modalities
+    def look(source: DataSource) -> None:
+        modalities[source.path] = source.peek().modalities
 
     sources = all_sources(config, config.loss_needs())
-    _refuse_all(partial(refuse_missing, path, options) for path, options in sources)
-    _refuse_all(partial(look, path, options) for path, options in sources)
+    _refuse_all(source.refuse_missing for source in sources)
+    _refuse_all(partial(look, source) for source in sources)
     if config.mine_corpus is not None:
-        Corpus(config.mine_corpus)
+        read(config.mine_corpus, "train", config).documents()
 
 
 def _refuse_unread(config: Config, modalities: Mapping[str, Collection[Modality]]) -> None:

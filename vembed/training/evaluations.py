@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from vembed.data.judged import RetrievalData
     from vembed.data.overlap import Overlap
-    from vembed.data.retrieval import RetrievalData
     from vembed.data.run_data import FurtherSet
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.keys import Bm25Language

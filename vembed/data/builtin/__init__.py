@@ -14,15 +14,15 @@ import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 from vembed.data.columns import closest
-from vembed.data.splits import role_of
+from vembed.data.keys import role_of
 from vembed.errors import DataError
 from vembed.registry import DATASETS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from vembed.data.retrieval import RetrievalData
-    from vembed.data.splits import Role
+    from vembed.data.judged import RetrievalData
+    from vembed.data.keys import Role
     from vembed.data.table import LoadedRecords, Record
 
     Rows: TypeAlias = LoadedRecords | Iterable[Mapping[str, Any] | Record]
@@ -83,13 +83,6 @@ def load_builtin_retrieval(name: str, split: str) -> RetrievalData | None:
     """
     builtin, role = _find(name, split)
     return None if builtin.retrieval is None else builtin.retrieval(role)
-
-
-def holds_pictures(path: str) -> bool:
-    """Return whether `builtin:NAME` is one of our sets with pictures."""
-    # Asked before any row is made, to say early that a model of texts can't read the set.
-    name = path.partition(":")[2]
-    return name in DATASETS and bool(DATASETS.load(name).holds_pictures)
 
 
 def _find(name: str, split: str) -> tuple[BuiltinSet, Role]:

@@ -20,13 +20,13 @@ import PIL.ImageFont
 
 from vembed.batch import Image
 from vembed.data.builtin import BuiltinSet, hash_of, role_by_hash
-from vembed.data.splits import SPLIT_NAMES
+from vembed.data.keys import SPLIT_NAMES
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
 from vembed.text import plural
 
 if TYPE_CHECKING:
-    from vembed.data.splits import Role
+    from vembed.data.keys import Role
 
 NUM_PAGES: dict[Role, int] = {"train": 1600, "validation": 100, "test": 200}
 LINES = 5  # of a page

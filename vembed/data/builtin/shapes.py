@@ -28,8 +28,8 @@ import PIL.ImageDraw
 from vembed.batch import Image
 from vembed.data.builtin import BuiltinSet, hash_of, role_by_hash
 from vembed.data.images import content_name
-from vembed.data.retrieval import RetrievalData
-from vembed.data.splits import SPLIT_NAMES
+from vembed.data.judged import RetrievalData
+from vembed.data.keys import SPLIT_NAMES
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
 from vembed.text import plural
@@ -37,7 +37,7 @@ from vembed.text import plural
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from vembed.data.splits import Role
+    from vembed.data.keys import Role
 
 SIDE = 64
 """Width and height of a picture, in pixels."""

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.batch import content_id
 from vembed.data.builtin import BuiltinSet, role_by_hash
-from vembed.data.splits import SPLIT_NAMES
+from vembed.data.keys import SPLIT_NAMES
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import MachineError
 from vembed.text import plural
 
 if TYPE_CHECKING:
-    from vembed.data.splits import Role
+    from vembed.data.keys import Role
 
 EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.data.columns import closest
 from vembed.data.images import PictureFault
-from vembed.data.splits import SPLIT_NAMES, Role, role_of, split_for
+from vembed.data.keys import SPLIT_NAMES, Role, role_of, split_for
 from vembed.errors import DataError
 from vembed.files import home_path, is_file, is_folder
 from vembed.registry import Registry
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Image
+    from vembed.data.check import ProblemLog
     from vembed.data.images import ImageRoot
-    from vembed.data.problems import ProblemLog
-    from vembed.data.retrieval import RetrievalData
-    from vembed.data.splits import SourceOptions
+    from vembed.data.judged import RetrievalData
+    from vembed.data.read import DataSource
     from vembed.data.table import LoadedRecords
 
 PRESETS = Registry(
@@ -58,42 +58,42 @@ class PresetPath(NamedTuple):
     name: str  # a key of `PRESETS`
     folder: Path
 
-    def records(self, options: SourceOptions, log: ProblemLog) -> LoadedRecords:
-        """Return the records of the split that the options ask for.
+    def records(self, wanted: DataSource, log: ProblemLog) -> LoadedRecords:
+        """Return the records of the split that is wanted.
 
         Raises:
             DataError: Something is missing or broken, or there is no such split.
         """
-        preset, split, source = self._opened(options, log)
+        preset, split, source = self._opened(wanted, log)
         return preset.load(source, split)
 
-    def retrieval(self, options: SourceOptions, log: ProblemLog) -> RetrievalData:
-        """Return the split that the options ask for as a task.
+    def retrieval(self, wanted: DataSource, log: ProblemLog) -> RetrievalData:
+        """Return the split that is wanted as a task.
 
         Raises:
             DataError: Something is missing or broken, or there is no such split.
         """
-        preset, split, source = self._opened(options, log)
+        preset, split, source = self._opened(wanted, log)
         return preset.load_retrieval(source, split)
 
-    def _opened(self, options: SourceOptions, log: ProblemLog) -> tuple[Preset, str, PresetSource]:
+    def _opened(self, wanted: DataSource, log: ProblemLog) -> tuple[Preset, str, PresetSource]:
         """Return the set, the split to read (the one asked for, or that of the role), and its folder."""
         if not is_folder(self.folder):
-            raise DataError(f"{options.path_key}: {self.label}: there is no folder {self.folder}")
+            raise DataError(f"{wanted.path_key}: {self.label}: there is no folder {self.folder}")
         preset: Preset = PRESETS.load(self.name)
-        wanted = options.role if options.split is None else role_of(options.split)
-        split = options.split if options.split in preset.splits else None
-        if split is None and wanted is not None:
+        role = wanted.role if wanted.split is None else role_of(wanted.split)
+        split = wanted.split if wanted.split in preset.splits else None
+        if split is None and role is not None:
             # A split that isn't the set's name for it may still name a role: "dev" is the "val" of a set.
-            split = split_for(preset.splits, None, wanted) or preset.fallbacks.get(wanted)
+            split = split_for(preset.splits, None, role) or preset.fallbacks.get(role)
         if split is None:
-            reason = preset.refused.get(options.split or options.role) or preset.refused.get(wanted or "")
-            shown = options.split or SPLIT_NAMES[options.role][0]
+            reason = preset.refused.get(wanted.split or wanted.role) or preset.refused.get(role or "")
+            shown = wanted.split or SPLIT_NAMES[wanted.role][0]
             listed = f"it has: {', '.join(preset.splits)}"
             raise DataError(f"{self.name} has no split {shown!r}: {reason or listed}")
-        root = options.keys.image_root
+        root = wanted.keys.image_root
         image_folder = self.folder if root is None else home_path(root)
-        return preset, split, PresetSource(self.label, self.folder, options.images(self.folder), image_folder, log)
+        return preset, split, PresetSource(self.label, self.folder, wanted.images(self.folder), image_folder, log)
 
 
 def preset_path(path: str) -> PresetPath | None:

@@ -22,12 +22,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.batch import Composed
-from vembed.data.files import iter_rows, json_object
+from vembed.data.check import text_fault
+from vembed.data.formats import iter_rows
+from vembed.data.judged import RetrievalData
+from vembed.data.lines import json_object
 from vembed.data.presets import Preset
-from vembed.data.retrieval import RetrievalData
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
-from vembed.data.texts import text_fault
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _parts(source: PresetSource, split: str) -> tuple[Path, _Pictures]:
 def _pairs(source: PresetSource, path: Path, pictures: _Pictures, *, needs_members: bool = False) -> list[_Pair]:
     """Return the usable queries of a split."""
     pairs: dict[str, _Pair] = {}  # by id: a judged query needs one that is its own
-    for line, row in iter_rows(path, lambda names: names):
+    for line, row in iter_rows(path):
         if isinstance(row, str):
             source.log.add(f"{path.name}:{line}", row)
             continue

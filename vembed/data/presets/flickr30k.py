@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vembed.data.files import json_object, text_rows
+from vembed.data.check import encoding_fault, text_fault
+from vembed.data.judged import RetrievalData
+from vembed.data.lines import json_object, text_rows
 from vembed.data.presets import Preset
-from vembed.data.retrieval import RetrievalData
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
-from vembed.data.texts import encoding_fault, text_fault
 from vembed.errors import DataError
 
 if TYPE_CHECKING:

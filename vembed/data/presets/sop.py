@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from vembed.data.files import text_rows
+from vembed.data.judged import RetrievalData
+from vembed.data.lines import text_rows
 from vembed.data.presets import Preset
-from vembed.data.retrieval import RetrievalData
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError

@@ -20,10 +20,9 @@ import Stemmer
 import torch
 
 from vembed.batch import Ragged
+from vembed.data.judged import REVERSED
 from vembed.data.keys import DataKeys, LabelKind
-from vembed.data.retrieval import REVERSED
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import folder_names, model_labels, set_labels, unique_folders
 from vembed.evaluation.benchmark.searchers import build_searcher, time_queries
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Item, Side
-    from vembed.data.retrieval import RetrievalData
+    from vembed.data.judged import RetrievalData
     from vembed.evaluation.benchmark.variants import Variant
     from vembed.evaluation.encode import Vectors
     from vembed.evaluation.keys import Bm25Language
@@ -163,8 +162,7 @@ def _load_sets(paths: Sequence[str], options: BenchmarkOptions) -> list[_Set]:
     """Read the sets, and refuse an index that one of them is too small for."""
     root = None if options.image_root is None else str(options.image_root)
     keys = DataKeys(image_root=root, label_kind=options.label_kind)
-    source = SourceOptions("test", options.split, keys, named=("--data", "--split"))
-    tasks = [load_retrieval(path, source) for path in paths]
+    tasks = [read(path, "test", keys, split=options.split, named=("--data", "--split")).judged() for path in paths]
     labels = set_labels([task.name for task in tasks], paths)
     wanted = []
     for task, label in zip(tasks, labels, strict=True):

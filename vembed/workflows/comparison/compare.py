@@ -14,11 +14,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vembed.batch import ImageLimits
+from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys, listed
-from vembed.data.retrieval import RetrievalData
-from vembed.data.retrieval_sources import load_retrieval
+from vembed.data.read import read
 from vembed.data.run_data import content_hash, load_run_data
-from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError, VembedError
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.report.comparison import MetricRow, difference_text, verdict_decimals
@@ -520,13 +519,11 @@ def load_task(run: Run, result: SetResult) -> tuple[RetrievalData | None, str]:
     try:
         keys = DataKeys.model_validate({name: config[name] for name in DataKeys.model_fields if name in config})
         if result.key == "test" and keys.test_data_path:
-            task = load_retrieval(
-                listed(keys.test_data_path)[0], SourceOptions("test", keys.test_data_split, keys), takes_pairs=True
-            )
+            source = read(listed(keys.test_data_path)[0], "test", keys, split=keys.test_data_split)
+            task = source.judged(takes_pairs=True)
         elif keys.val_data_path is not None:
-            task = load_retrieval(
-                keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys), takes_pairs=True
-            )
+            source = read(keys.val_data_path, "validation", keys, split=keys.val_data_split)
+            task = source.judged(takes_pairs=True)
         else:
             divides = config.get("eval_strategy") != "no"
             data = load_run_data(keys, needs_dev=True, divides=divides)

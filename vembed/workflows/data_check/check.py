@@ -38,13 +38,13 @@ from vembed.workflows.data_check.source import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from vembed.batch import ImageLimits, Item
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import DataSource
     from vembed.evaluation.encode import ItemEncoder
     from vembed.workflows.data_check.source import Severity
 
@@ -76,16 +76,15 @@ class DataCheck:
 
 
 def check_data(
-    path: str,
-    options: SourceOptions,
-    against: Mapping[str, SourceOptions],
+    data: DataSource,
+    against: Sequence[DataSource],
     folder: Path,
     encode: ItemEncoder | None = None,
 ) -> DataCheck:
-    """Check the data that a path names.
+    """Check a data set.
 
     Args:
-        against: Evaluation data by path, whose queries and documents must not be in the data.
+        against: Evaluation data, whose queries and documents must not be in the data.
         folder: Gets what doesn't fit memory: rows and vectors; the caller removes it.
         encode: Counts tokens, and looks for unlabelled answers.
 
@@ -93,12 +92,12 @@ def check_data(
         VembedError: No row can be read, or the model doesn't take them.
     """
     (folder / "data").mkdir()
-    source = Source.read(path, options, folder / "data")
+    source = Source.read(data, folder / "data")
     notes, findings = list(source.notes), list(broken_rows(source))
-    for number, (name, test_options) in enumerate(against.items()):
+    for number, test_data in enumerate(against):
         (folder / f"against-{number}").mkdir()
-        label = f"{name} ({test_options.split})" if test_options.split else name
-        test = Source.read(name, test_options, folder / f"against-{number}", label)
+        label = f"{test_data.path} ({test_data.split})" if test_data.split else test_data.path
+        test = Source.read(test_data, folder / f"against-{number}", label)
         notes += [f"{label}: {note}" for note in test.notes]
         queries, left_queries = leaks(source, test, "query")
         answers, left_answers = leaks(source, test, "positives")
@@ -110,7 +109,7 @@ def check_data(
         findings += [*broken_rows(test), *queries, *answers]
     for find in JUDGEMENT_FINDINGS:
         findings += find(source)
-    findings += check_pictures(source, options.image_limits)
+    findings += check_pictures(source, data.image_limits)
     tokens = None
     cut: list[Finding] = []
     if encode is not None:

@@ -11,7 +11,6 @@ import numpy as np
 from vembed.batch import Composed, pictures_in
 from vembed.data.columns import listing
 from vembed.data.images import check_image
-from vembed.data.sources import load_records
 from vembed.pages.charts import LARGE_INCHES, SERIES, chart_axes, inline_svg, set_ticks
 from vembed.pages.html import render_html
 from vembed.pages.page import Cell, Facts, Figure, Heading, Note, Page, Row, Section, Table, command_blocks, pairs_table
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import ImageLimits, Item, Side
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import DataSource
     from vembed.data.table import Record
     from vembed.models.encoder import Encoder
     from vembed.pages.page import Block
@@ -249,25 +248,25 @@ def write_html(path: Path, page: Page) -> None:
     write_files(path.parent, {path.name: render_html(page)}, what="the check")
 
 
-def shown_rows(path: str, options: SourceOptions, count: int, encoder: Encoder | None) -> Iterator[str]:
+def shown_rows(source: DataSource, count: int, encoder: Encoder | None) -> Iterator[str]:
     """Yield lines that show the first rows of a data set as training sees them: texts with prompts, sizes of pictures.
 
     Args:
         encoder: Adds prompts and tokens; None shows the bare texts.
 
     Raises:
-        VembedError: As `load_records`.
+        VembedError: As `DataSource.records`.
     """
-    loaded = load_records(path, options)
-    yield f"{path}: {plural(len(loaded.table), 'row')}, {plural(len(loaded.table.items), 'distinct item')}"
+    loaded = source.records()
+    yield f"{source.path}: {plural(len(loaded.table), 'row')}, {plural(len(loaded.table.items), 'distinct item')}"
     for ours, theirs in loaded.columns.used.items():
         guessed = " (by name)" if {*theirs} <= {*loaded.columns.guessed} else ""
         yield f"  {ours:<15} column {listing(theirs)}{guessed}"
     yield from (f"  {note}" for note in loaded.notes)
     # Numbers of a column that a loss reads are left out where they are its default.
-    usual = {column.name: column.default for column in options.loss.columns} if options.loss else {}
+    usual = {column.name: column.default for column in source.loss.columns} if source.loss else {}
     for record in loaded.table.take(range(min(count, len(loaded.table)))):
-        yield from ("", record.location, *_item_lines(record, encoder, options.image_limits))
+        yield from ("", record.location, *_item_lines(record, encoder, source.image_limits))
         if record.label is not None:
             yield f"  {'class':<9} {one_line(clip(str(record.label), ROW_CHARACTERS).short)}"
         for column, number in record.columns.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from vembed.batch import Composed, Image
+from vembed.data.check import AllProblems
 from vembed.data.near import BANDS, normalised, sketches
-from vembed.data.problems import AllProblems
-from vembed.data.sources import load_records
 from vembed.data.table import BLOCK_ROWS
 from vembed.errors import DataError
 from vembed.pages.text import clip
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item
-    from vembed.data.splits import SourceOptions
+    from vembed.data.read import DataSource
     from vembed.data.table import ItemColumn, RecordTable
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
@@ -151,7 +150,7 @@ class Source:
     problems: AllProblems
 
     @classmethod
-    def read(cls, path: str, options: SourceOptions, folder: Path, name: str = "") -> Source:
+    def read(cls, data: DataSource, folder: Path, name: str = "") -> Source:
         """Read a data set, however many of its rows are broken.
 
         Args:
@@ -159,18 +158,18 @@ class Source:
             name: Name for people; by default as the path.
 
         Raises:
-            VembedError: As `load_records`, where no row can be read.
+            VembedError: As `DataSource.records`, where no row can be read.
         """
         # Training stops at `max_invalid_records`; a check reads on, and counts every broken row by kind.
         problems = AllProblems()
         try:
-            loaded = load_records(path, replace(options, problems=problems, scratch=folder))
+            loaded = data.records(problems, folder)
         except DataError as error:
             if not problems.count:
                 raise
-            raise DataError(f"{error}\n{problems.listing(path)}") from error
+            raise DataError(f"{error}\n{problems.listing(data.path)}") from error
         notes = tuple(note for note in loaded.notes if note not in problems.notes())
-        return cls(name or path, loaded.table, notes, problems)
+        return cls(name or data.path, loaded.table, notes, problems)
 
     def numbers(self, column: ItemColumn) -> NDArray[np.int64]:
         """Return the distinct items of a column, as numbers in the table's items."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from vembed.data.retrieval import RetrievalData
+    from vembed.data.judged import RetrievalData
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.result import EvaluationResult
     from vembed.evaluation.significance import Comparison

@@ -14,9 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import vembed
-from vembed.data.keys import DataKeys
-from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.splits import SourceOptions
+from vembed.data.read import read
 from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
 from vembed.evaluation.card.render import CARD_FILE, render_card
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
@@ -66,10 +64,7 @@ def merge_models(
     names = [redact(model.model_name) for model in models]
     # Sets are read before models are loaded: a bad row costs no loading.
     sets = [
-        load_retrieval(
-            path,
-            SourceOptions("validation", split, DataKeys(), named=("--data or --guard", "--split or --guard-split")),
-        )
+        read(path, "validation", split=split, named=("--data or --guard", "--split or --guard-split")).judged()
         for path, split in keys.sets
     ]
     # Means of float32 weights, whatever is stored: rounding each model first would lose small differences.

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from vembed.batch import Item, Side
-    from vembed.data.corpus import Corpus, Document
+    from vembed.data.documents import Corpus, Document
     from vembed.evaluation.encode import ItemEncoder, Vectors
     from vembed.evaluation.provenance import Key
     from vembed.models.hub import ModelIdentity

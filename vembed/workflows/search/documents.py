@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.data.corpus import Corpus, Document
+    from vembed.data.documents import Corpus, Document
     from vembed.evaluation.encode import ItemEncoder
     from vembed.models.encoder import Encoder
 

@@ -12,7 +12,7 @@ from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
-from vembed.evaluation.run import RunBuilder
+from vembed.evaluation.evaluate import RunBuilder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ import vembed.evaluation.report.run_report
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
 from vembed.evaluation.encode import ItemEncoder
-from vembed.evaluation.evaluator import EvaluationOptions, evaluate
+from vembed.evaluation.evaluate import EvaluationOptions, evaluate
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder

@@ -20,8 +20,7 @@ from vembed.evaluation.card.gather import gather_run, read_report
 from vembed.evaluation.card.names import PublicName, public_name, without_paths
 from vembed.evaluation.card.render import render_card
 from vembed.evaluation.metrics import HEADLINE
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.store import write_evaluation
+from vembed.evaluation.results import EvaluationResult, write_evaluation
 from vembed.pages.markdown import fenced
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import pytest
 from test_report_samples import METRIC, STEPS, VALUES, result, sample
 
 from vembed.errors import MachineError
+from vembed.evaluation.judge import mean_interval
 from vembed.evaluation.report.run_report import write_report
-from vembed.evaluation.significance import mean_interval
 
 pytestmark = pytest.mark.usefixtures("drawn_once")
 

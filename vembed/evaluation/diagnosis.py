@@ -21,7 +21,7 @@ from vembed.text import plural
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from vembed.evaluation.significance import Verdict
+    from vembed.evaluation.judge import Verdict
     from vembed.plan.devices import Machine
     from vembed.plan.plan import Plan
 

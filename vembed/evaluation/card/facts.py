@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Side
     from vembed.evaluation.card.names import PublicName
-    from vembed.evaluation.significance import Comparison
+    from vembed.evaluation.judge import Comparison
     from vembed.models.encoder import Encoder, Similarity
     from vembed.models.exportable import Form, Recipe
 

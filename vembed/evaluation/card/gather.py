@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from vembed.errors import DataError, MachineError
 from vembed.evaluation.card.facts import MetricFacts, RunFacts, SetFacts
 from vembed.evaluation.card.names import PublicName, public_name, without_paths
+from vembed.evaluation.judge import guard_verdict, mean_verdict, verdict
 from vembed.evaluation.metrics import HEADLINE
-from vembed.evaluation.significance import guard_verdict, mean_verdict, verdict
-from vembed.evaluation.store import METRICS_FILE, read_evaluation
+from vembed.evaluation.results import METRICS_FILE, read_evaluation
 from vembed.losses.registry import loss_section
 from vembed.pages.text import value_text
 from vembed.redact import redact
@@ -21,7 +21,7 @@ from vembed.registry import LOSSES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.results import EvaluationResult
 
 DATA_KEYS = (
     ("training", "data_path"),

@@ -20,10 +20,10 @@ from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.run_data import content_hash, load_run_data
 from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError, VembedError
+from vembed.evaluation.judge import compare, holm, judged, mean_interval, mean_verdict, paired_p_value
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.report.comparison import MetricRow, difference_text, verdict_decimals
 from vembed.evaluation.report.examples import Example, example_of, paired_values, picture_captions
-from vembed.evaluation.significance import compare, holm, judged, mean_interval, mean_verdict, paired_p_value
 from vembed.pages.html import notebook_frame
 from vembed.pages.text import one_line, p_text, signed_text
 from vembed.redact import redact
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from vembed.evaluation.result import EvaluationResult
-    from vembed.evaluation.significance import Verdict
+    from vembed.evaluation.judge import Verdict
+    from vembed.evaluation.results import EvaluationResult
     from vembed.workflows.comparison.runs import SetResult
 
 LEVEL = 0.05

@@ -17,8 +17,8 @@ import vembed
 from vembed.data.keys import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
-from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
-from vembed.evaluation.card.render import CARD_FILE, render_card
+from vembed.evaluation.card import CARD_FILE, render_card
+from vembed.evaluation.card_facts import CardFacts, model_facts, written_with
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.evaluation.provenance import digest, model_key
 from vembed.models.export.write import ExportRequest, stored_dtype, write_encoder

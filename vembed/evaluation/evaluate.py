@@ -78,7 +78,7 @@ PAIRS_AT_ONCE = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationOptions:
-    """How to search and what to score."""
+    """Options of the search and of the metrics."""
 
     system: str  # name of what is evaluated, for people
     ks: tuple[int, ...] = DEFAULT_KS  # cut-offs of the metrics

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from markupsafe import Markup
-    from matplotlib.axes import Axes
 
     from vembed.evaluation.benchmark.run import Entry
     from vembed.evaluation.benchmark.stored import Cost
@@ -208,6 +207,7 @@ def build_board(
         return entry.result.metrics[metric]
 
     best = {task: max((entry for entry in entries if entry.task == task), key=value) for task in tasks}
+    # All tests of systems are one family, whatever set they are on: the board is read as a whole.
     others = [entry for entry in entries if entry is not best[entry.task]]
     tests = _corrected_tests([(best[entry.task].result, entry.result) for entry in others], metric)
     tests_by_key = {(entry.system, entry.task): test for entry, test in zip(others, tests, strict=True)}
@@ -237,6 +237,7 @@ def build_board(
         mean = fmean(map(value, of_system))
         cells = tuple(map(standing, of_system))
         rows.append(SystemRow(system, mean, low, high, cells, is_whole=len(of_system) == len(tasks)))
+    # A system that lacks a set may have had the easy ones: it stands behind all that have them all.
     rows.sort(key=lambda row: (not row.is_whole, -row.mean))
     in_order = [by_key[row.system, task] for task in tasks for row in rows if (row.system, task) in by_key]
     return Board(
@@ -257,6 +258,7 @@ def _sums(by_key: Mapping[tuple[str, str], Entry], tasks: Sequence[str]) -> tupl
         return tuple(100 * entry.result.metrics[name] for name in RSUM_METRICS)
 
     rows = []
+    # An entry of the reversed direction names the set that it reverses.
     for (system, _), entry in by_key.items():
         forward = by_key.get((system, entry.reverse_of))
         total = None if forward is None else recall_sum(forward.result, entry.result)
@@ -280,6 +282,7 @@ def _variant_rows(entries: Sequence[Entry], metric: str) -> tuple[VariantRow, ..
         numbers[entry.task] += 1
         p_value, p_value_corrected = (None, None) if form.variant.is_reference else next(tests)
         value = form.result.metrics[metric]
+        # Notes of exact search stand with the set already, and the form's name has its index.
         known = {*entry.result.notes, approximate_note(form.variant.index)}
         rows.append(
             VariantRow(
@@ -366,7 +369,7 @@ def ranking_section(board: Board) -> Section:
     """Return every system with its mean and its value on each set."""
     whole = [row for row in board.rows if row.is_whole]
     low, high = min((row.low for row in whole), default=0.0), max((row.high for row in whole), default=1.0)
-    middle, reach = (low + high) / 2, (high - low) / 2
+    middle, reach = (low + high) / 2, (high - low) / 2  # one scale for the bars of all systems
 
     def mean(row: SystemRow) -> Cell:
         if not row.is_whole:
@@ -485,13 +488,16 @@ def costs_table(board: Board, task: str) -> Table:
     rows = board.variants_of(task)
     p_heads = _p_heads(rows)
     with_recall = board.metric != RECALL
-    p50_to_p99 = [
-        [
-            milliseconds_text(value)
-            for value in (cost.milliseconds_per_query, cost.milliseconds_p95, cost.milliseconds_p99)
-        ]
-        for cost in (row.cost for row in rows)
-    ]
+
+    def sizes(cost: Cost) -> str:
+        values = [cost.bytes_per_document, *([cost.rescoring_bytes] if cost.rescoring_bytes else [])]
+        return " + ".join(number_text(float(f"{value:.4g}")) for value in values)
+
+    def latency(cost: Cost) -> Cell:
+        times = (cost.milliseconds_per_query, cost.milliseconds_p95, cost.milliseconds_p99)
+        p50, p95, p99 = map(milliseconds_text, times)
+        return Cell(p50, f"p95 {p95}, p99 {p99}")
+
     recall = [RECALL] if with_recall else []
     return Table(
         ["Form", "Model", board.metric, "To exact", *p_heads, *recall, "Dims", "Bytes per document", "ms per query"],
@@ -504,10 +510,10 @@ def costs_table(board: Board, task: str) -> Table:
                 *_p_texts(row, p_heads),
                 *([metric_text(row.recall)] if with_recall else []),
                 count_text(row.cost.dimension),
-                _stored_size(row.cost),
-                Cell(p50, f"p95 {p95}, p99 {p99}"),
+                sizes(row.cost),
+                latency(row.cost),
             ]
-            for row, (p50, p95, p99) in zip(rows, p50_to_p99, strict=True)
+            for row in rows
         ],
         words=frozenset({0, 1}),
         tones={position: "decisive" for position, row in enumerate(rows) if row.p_value is None},
@@ -537,6 +543,7 @@ def cost_figure(
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points (cost, quality) that no other beats in both, cheapest first."""
     kept: list[tuple[float, float]] = []
+    # By cost, of equal cost the best first: a point stays if it is better than all cheaper ones.
     for cost, quality in sorted(points, key=lambda point: (point[0], -point[1])):
         if not kept or quality > kept[-1][1]:
             kept.append((cost, quality))
@@ -552,13 +559,14 @@ def draw_cost(
     label: str,
 ) -> Markup:
     """Draw quality against one kind of cost: a mark with its number for each form, a line through the best."""
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     with chart_axes((5.2, 3.3)) as (figure, axes):
         for position, rows in enumerate(series):
             colour = SERIES_COLOURS[position % len(SERIES_COLOURS)]
             marker = SERIES_MARKERS[position % len(SERIES_MARKERS)][0]
             points = [(cost(row), row.value) for row in rows]
+            # A thin line through the forms that nothing beats, then all forms as marks over it.
             axes.plot(*zip(*frontier(points), strict=True), color=colour, linewidth=1.2, alpha=0.55)
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5.0, linestyle="")
             offset = (4, 4) if position % 2 == 0 else (4, -10)  # forms of two models often share a cost
@@ -567,26 +575,21 @@ def draw_cost(
                     str(row.number), (x, y), textcoords="offset points", xytext=offset, fontsize=8.0, color=colour
                 )
         costs = [cost(row) for rows in series for row in rows]
-        _cost_axis(axes, min(costs), max(costs))
+        ratio = max(costs) / min(costs)
+        if ratio < 10:
+            axes.xaxis.set_major_locator(MaxNLocator(6))
+            axes.xaxis.set_major_formatter(axis_labels())
+        else:
+            # Of less than two decades ticks at 1, 2 and 5 as well: powers of ten alone would be one or two.
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if ratio < 100 else (1.0,)))
+            axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
+            axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(axis)
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_formatter(axis_labels())
         axes.margins(x=0.08, y=0.12)
         return inline_svg(figure, name=name, label=label)
-
-
-def _cost_axis(axes: Axes, low: float, high: float) -> None:
-    """Make the axis of costs logarithmic where they span a decade, with ticks at 1, 2 and 5 below two of them."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
-    if high / low < 10:
-        axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.xaxis.set_major_formatter(axis_labels())
-        return
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,)))
-    axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
-    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _interval(row: SystemRow | Standing) -> str:
@@ -605,15 +608,6 @@ def _p_heads(rows: Sequence[Standing | VariantRow]) -> list[str]:
 
 def _p_texts(row: Standing | VariantRow, heads: Sequence[str]) -> list[str]:
     return [p_text(value) for value, _ in zip((row.p_value, row.p_value_corrected), heads, strict=False)]
-
-
-def _stored_size(cost: Cost) -> str:
-    """Return the bytes per document of a form, and behind a plus those that rescoring reads."""
-
-    def digits(value: float) -> str:
-        return number_text(float(f"{value:.4g}"))
-
-    return f"{digits(cost.bytes_per_document)}{f' + {digits(cost.rescoring_bytes)}' if cost.rescoring_bytes else ''}"
 
 
 def _muted_items(notes: Sequence[str]) -> list[Block]:

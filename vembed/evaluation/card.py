@@ -149,6 +149,8 @@ def markdown_environment() -> Environment:
         rows = [(name, clip(value, characters).short) for name, value in pairs]
         return table(Table(("Name", "Value"), rows, words=frozenset({0, 1})))
 
+    # Autoescape is on as a second lock: it leaves alone what the finaliser returned, which is markup by then, and would
+    # escape for HTML anything that came past it.
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -206,6 +208,7 @@ def _metrics_table(measured: SetFacts) -> Table:
                 interval = "none with 1 query"
         before, after, bm25 = (metric_text(value) for value in (metric.baseline, metric.final, metric.bm25))
         rows.append([metric_name(metric.name), before, after, change, interval, bm25])
+    # A column of BM25 alone would be "n/a" on sets of pictures.
     width = 6 if any(metric.bm25 is not None for metric in measured.metrics) else 5
     heads = ["Metric", "Before", "After", "Change", "95% interval", "BM25"]
     return Table(heads[:width], [row[:width] for row in rows])
@@ -228,6 +231,7 @@ def front_matter(facts: CardFacts) -> str:
     """Return the block, from the first `---` to the last; unknown values are left out, and every text is one line."""
     model, run = facts.model, facts.run
     base = facts.base if run is None else run.base
+    # "not stated" is for people: the hub takes an id that it knows, or none.
     license_id, license_name = None, None
     if facts.license_id is not None:
         license_id = one_line(facts.license_id)
@@ -256,6 +260,7 @@ def front_matter(facts: CardFacts) -> str:
         license=license_id,
         license_name=license_name,
     )
+    # Set by set: the hub's function takes one model's results on one set.
     results = [result for measured in (run.sets if run else ()) for result in _hub_results(measured)]
     if results:
         block["model-index"] = [{"name": one_line(facts.title), "results": results}]

@@ -174,7 +174,7 @@ def encode_directions(
     forward = encode_task(encode, task, options)
     if not both:
         return (forward,)
-    started = time.perf_counter()
+    started = time.perf_counter()  # of the reversed direction: encoding that both share counts for the first
     turned = task.reversed()
     builder = RunBuilder(turned, ks=options.ks, depth=options.depth)
     documents = list(task.documents.values())
@@ -260,6 +260,7 @@ def add_hits(
 def _score_graded_pairs(encoded_task: EncodedTask, system: str) -> EvaluationResult:
     """Measure graded pairs; the run of the result has the documents of each query's pairs, by similarity."""
     task, query_ids, document_ids = encoded_task.task, encoded_task.builder.query_ids, list(encoded_task.task.documents)
+    # A search checks its vectors itself; here nothing is searched, and NaN would be sorted somewhere.
     for side, vectors in (("query", encoded_task.queries), ("document", encoded_task.documents)):
         check_finite(values_of(vectors), side)
     row_of = {document_id: row for row, document_id in enumerate(document_ids)}
@@ -278,6 +279,7 @@ def _score_graded_pairs(encoded_task: EncodedTask, system: str) -> EvaluationRes
         influence_P = measure.influence(similarities, grades)
         values_Q = pair_values_by_query(metrics[name], influence_P, query_P, len(query_ids))
         per_query[name] = dict(zip(query_ids, values_Q.tolist(), strict=True))
+    # The "ranking" of a query is its own few pairs: what a page or run.trec shows of such a set.
     hits: dict[str, list[tuple[str, float]]] = {query_id: [] for query_id in query_ids}
     for (query_row, document_row, _), similarity in zip(pairs, similarity_P.tolist(), strict=True):
         hits[query_ids[query_row]].append((document_ids[document_row], similarity))
@@ -304,6 +306,7 @@ def pair_similarities(
         return np.array([(q[one] @ d[other].T).max(axis=1).sum() for one, other in rows], dtype=np.float32)
     q_QE, d_DE = values_of(queries), values_of(documents)
     similarity_P = np.empty(len(query_P), dtype=np.float32)
+    # Taking rows by index copies them: a block of pairs holds 2 x 8,192 x E x 4 bytes, 50 MB at E = 768.
     for start in range(0, len(similarity_P), PAIRS_AT_ONCE):
         part = slice(start, start + PAIRS_AT_ONCE)
         np.einsum("pe,pe->p", q_QE[query_P[part]], d_DE[document_P[part]], out=similarity_P[part])
@@ -404,12 +407,14 @@ class RunBuilder:
     def add(self, query_id: str, hits: Iterable[tuple[str, float]]) -> None:
         """Keep the best hits of one query."""
         ranked = trec_order(hits)
+        # Rule 2: the query itself as a document, unless the judgements name that pair.
         if query_id not in self._qrels[query_id] and any(document_id == query_id for document_id, _ in ranked):
             if same_item(self._task.queries[query_id], self._task.documents[query_id]):
                 self._self_matches += 1
                 ranked = tuple(hit for hit in ranked if hit[0] != query_id)
             else:
                 self._namesakes += 1
+        # Rule 3. Metrics are of what is left: documents below move up.
         excluded, candidates = self._task.excluded.get(query_id), self._task.candidates.get(query_id)
         if excluded:
             ranked = tuple(hit for hit in ranked if hit[0] not in excluded)
@@ -423,6 +428,7 @@ class RunBuilder:
         Args:
             notes: What the system itself has to say, one sentence each; they follow the notes of the task.
         """
+        # Queries that were never added are scored as well, with 0 (rule 5).
         per_query = score_run(self._run, self._qrels, self._ks)
         return EvaluationResult(
             task=self._task.name,

@@ -165,7 +165,7 @@ def measure_pairs(
     values_MK = np.array(measure_all(np.ones(len(pairs.grade_P))))
     generator = np.random.default_rng(SEED)
     drawn = []
-    for _ in range(draws):
+    for _ in range(draws):  # 2,000 draws of 10,000 pairs take seconds: a user may want to stop
         if poll is not None:
             poll()
         # Q queries with replacement; a pair counts as often as its query was drawn.
@@ -294,6 +294,7 @@ def grades_table(outcome: PairsOutcome) -> Table:
     if len(cuts) > GRADES_SHOWN:
         # Ranges of about as many pairs; where many grades are equal, some ranges fall together.
         cuts = np.unique(np.quantile(grade_P, np.linspace(0.0, 1.0, GRADES_SHOWN + 1))[:-1])
+    # Range i holds the grades from its cut up to, not including, the next.
     part_P = np.searchsorted(cuts, grade_P, side="right") - 1
     rows = []
     for part in np.unique(part_P):

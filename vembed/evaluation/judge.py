@@ -166,6 +166,7 @@ def compare(
 def _compare(pairs: Sequence[BeforeAndAfter], metric: str, confidence: float) -> Comparison:
     """Compare a baseline and a candidate in their mean over sets, each counting the same."""
     values = [_paired_values(*pair, metric) for pair in pairs]
+    # Divided by the number of sets, the means of the sets' differences add up to the mean over sets.
     differences = [(after_Q - before_Q) / len(pairs) for before_Q, after_Q in values]
     low, high = _interval(differences, confidence)
     return Comparison(
@@ -235,6 +236,7 @@ def paired_p_value(pairs: Sequence[BeforeAndAfter], metric: str) -> float:
     values = [_paired_values(*pair, metric) for pair in pairs]
     differences = [(after_Q - before_Q) / len(pairs) for before_Q, after_Q in values]
     middle, error, freedom = _estimate(differences)
+    # The rounding is that of the interval: both call the same difference none.
     if min(map(len, differences)) < 2 or round(middle, FLOAT_NOISE_DECIMALS) == 0.0:
         return 1.0
     if error == 0.0:  # all queries differ by the same: no chance in it
@@ -384,6 +386,7 @@ class SetOutcome:
     @property
     def unseen(self) -> SetOutcome | None:
         """The outcome on the queries that were neither trained on nor nearly so; None where no query is left."""
+        # Verdicts before and after are over the same queries: both results lose the same ones.
         seen = self.trained | self.near
         baseline, final = self.baseline.without(seen), self.final.without(seen)
         return SetOutcome.of(self.role, baseline, final, self.verdict.comparison.metric) if final.num_queries else None
@@ -437,6 +440,7 @@ def caveats(outcomes: Sequence[SetOutcome], num_choices: int) -> tuple[str, ...]
         without = f"without them {rest.verdict.sentence}" if rest else "no other is left to judge by"
         of = f"of {plural(outcome.final.num_queries, 'query', 'queries')} of {outcome.final.task}"
         sentences.append(f"{of}, {seen}; {without}")
+    # Of several sets the verdict is their mean: the sentences above, on one set each, don't tell what is left of it.
     alike = averaged(outcomes)
     if len(alike) > 1 and any(outcome.trained | outcome.near for outcome in alike):
         unseen = [rest for outcome in alike if (rest := outcome.unseen) is not None]
@@ -509,7 +513,7 @@ def seeds_verdict(runs: Sequence[Sequence[BeforeAndAfter]], metric: str) -> Seed
             rows.append(values_Q)
         return np.stack(rows)
 
-    # Lists of tables (S, Q), one for each set.
+    # Lists of tables (S, Q), one for each set. A seed may start from weights of its own: baselines differ, too.
     before, after = (
         [metric_table([run[number][side] for run in runs]) for number in range(len(runs[0]))] for side in (0, 1)
     )

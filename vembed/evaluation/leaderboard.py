@@ -212,6 +212,7 @@ def build_board(
     tests = _corrected_tests([(best[entry.task].result, entry.result) for entry in others], metric)
     tests_by_key = {(entry.system, entry.task): test for entry, test in zip(others, tests, strict=True)}
 
+    # The interval is of the value alone; what decides is the paired test, in which the queries' difficulty cancels.
     def standing(entry: Entry) -> Standing:
         result, best_here = entry.result, best[entry.task]
         low, high = mean_interval([result], metric, confidence=CONFIDENCE)
@@ -352,7 +353,7 @@ def board_page(board: Board) -> Page:
 def headline(board: Board) -> str:
     """Return the leaderboard in a sentence."""
     first, *others = board.rows
-    if not first.is_whole:
+    if not first.is_whole:  # rows that are whole come first: there is none
         return f"No system was evaluated on all {len(board.tasks)} sets."
     over = "" if len(board.tasks) == 1 else f" over {len(board.tasks)} sets"
     sentence = f"{first.system}: {board.metric} {metric_text(first.mean)}{over}"
@@ -470,6 +471,7 @@ def costs_section(board: Board) -> Section:
             "lie on disk. Other forms of a model are compared with exact search over all dimensions in float32."
         )
     ]
+    # A drawing for each set and cost, in which a model is a series; numbers lead from a mark to its row of the table.
     for task in board.tasks:
         series: dict[str, list[VariantRow]] = {}
         for row in board.variants_of(task):
@@ -569,6 +571,7 @@ def draw_cost(
             # A thin line through the forms that nothing beats, then all forms as marks over it.
             axes.plot(*zip(*frontier(points), strict=True), color=colour, linewidth=1.2, alpha=0.55)
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5.0, linestyle="")
+            # Above the mark and below it in turn: numbers of two models would lie on each other.
             offset = (4, 4) if position % 2 == 0 else (4, -10)  # forms of two models often share a cost
             for row, (x, y) in zip(rows, points, strict=True):
                 axes.annotate(
@@ -619,7 +622,7 @@ def board_document(board: Board) -> dict[str, object]:
 
     def standing(cell: Standing) -> dict[str, object]:
         record = asdict(cell)
-        low, high = record.pop("low"), record.pop("high")
+        low, high = record.pop("low"), record.pop("high")  # one key for both, as in report.json
         return {**record, "interval": [low, high]}
 
     return {

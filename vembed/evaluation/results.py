@@ -128,6 +128,7 @@ def write_evaluation(
         **(extra or {}),
     }
     try:
+        # A slip in --output must not cost a user's files: only an evaluation is replaced.
         holds_others = folder.exists() and any(path.name not in kept for path in folder.iterdir())
         if holds_others and not (folder / METRICS_FILE).is_file():
             raise FileExistsError(f"it holds other files and no {METRICS_FILE}")
@@ -161,6 +162,7 @@ def read_evaluation(folder: Path) -> EvaluationResult:
         for name, kind in _SHAPES.items():
             fit(kind, summary[name], where=name)
         fit(dict[str, dict[str, float]], per_query, where=PER_QUERY_FILE)
+        # The order of queries is that of run.trec; those without a hit have no line there and follow.
         run = _read_run(folder / RUN_FILE, num_hits=summary["num_hits"])
         run |= dict.fromkeys(summary["queries_without_hits"], ())
         return EvaluationResult(
@@ -190,6 +192,7 @@ def _run_lines(result: EvaluationResult) -> Iterator[str]:
     system = _encode_id(result.system)
     for query_id, hits in result.run.items():
         for rank, (document_id, score) in enumerate(hits, start=1):
+            # repr has as many digits as float() needs to give the same bits back.
             yield f"{_encode_id(query_id)} Q0 {_encode_id(document_id)} {rank} {float(score)!r} {system}\n"
 
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from paired_runs import mean_over_seeds, smaller_set
 
 from vembed.api.training import train
-from vembed.evaluation.significance import mean_interval, verdict
-from vembed.evaluation.store import read_evaluation
+from vembed.evaluation.judge import mean_interval, verdict
+from vembed.evaluation.results import read_evaluation
 
 if TYPE_CHECKING:
-    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.results import EvaluationResult
 
 METRIC = "ndcg@10"
 KINDS: dict[str, dict[str, object]] = {

@@ -149,8 +149,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 def _report(arguments: argparse.Namespace, rows: dict[str, dict[str, float]]) -> int:
     """Print quality, times and their ratio, and write result.json."""
     from vembed.evaluation.benchmark.names import folder_names
-    from vembed.evaluation.significance import verdict
-    from vembed.evaluation.store import read_evaluation
+    from vembed.evaluation.judge import verdict
+    from vembed.evaluation.results import read_evaluation
 
     results = {}
     models = _models(arguments)

@@ -2,7 +2,7 @@
 
 Each study trains recipes that differ in one thing, each with every seed, on the same pairs for the same number of
 pairs seen, and compares them with its first recipe. A query's value is its mean over the seeds; the interval and the
-p-value (randomisation test) are those of the paired difference over queries, the p-values corrected after Holm.
+p-value (Student's paired test) are those of the paired difference over queries, the p-values corrected after Holm.
 
     negatives   no hard negatives; those of the rows; mined: nearest, below 95% of the positive, the same by a teacher
     batches     random batches of 1,024, 256 and 64; batches of 256 and 64 whose rows are hard negatives of each other
@@ -31,14 +31,13 @@ from typing import TYPE_CHECKING, Any
 from paired_runs import ONLY_TRAINS, mean_over_seeds, smaller_set
 
 import vembed
-from vembed.evaluation.randomisation import randomisation_test
-from vembed.evaluation.significance import holm, verdict
-from vembed.evaluation.store import read_evaluation
+from vembed.evaluation.judge import holm, paired_p_value, verdict
+from vembed.evaluation.results import read_evaluation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.results import EvaluationResult
 
 METRIC = "ndcg@10"
 TESTED, TAUGHT = 500, 1000
@@ -280,7 +279,7 @@ def _table(untrained: EvaluationResult, found: dict[str, list[EvaluationResult]]
     """Return the study as Markdown."""
     means = {name: mean_over_seeds(results, METRIC) for name, results in found.items()}
     baseline, *others = means
-    corrected = holm([randomisation_test(means[baseline], means[name], METRIC) for name in others])
+    corrected = holm([paired_p_value([(means[baseline], means[name])], METRIC) for name in others])
     p_values = dict(zip(others, corrected, strict=True))
     lines = [
         f"| | {METRIC}, mean | each seed | against {baseline}, 95% interval | p (Holm) | |",

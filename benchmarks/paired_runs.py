@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.results import EvaluationResult
 
 
 ONLY_TRAINS: dict[str, Any] = {

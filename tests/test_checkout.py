@@ -5,7 +5,7 @@ import importlib.metadata
 import pytest
 
 import vembed
-from vembed.evaluation.card.facts import written_with
+from vembed.evaluation.card_facts import written_with
 from vembed.training.finish import package_versions
 
 

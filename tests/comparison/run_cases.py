@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.store import write_evaluation
+from vembed.evaluation.results import EvaluationResult, write_evaluation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

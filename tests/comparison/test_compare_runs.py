@@ -12,7 +12,7 @@ from run_cases import CONTENT, METRIC, result, values_of, write_run
 from scipy import stats
 
 from vembed.errors import ConfigError
-from vembed.evaluation.significance import compare, holm, paired_p_value
+from vembed.evaluation.judge import compare, holm, paired_p_value
 from vembed.workflows.comparison.compare import compare_runs
 from vembed.workflows.comparison.page import overlays, terminal_lines
 

@@ -10,7 +10,7 @@ from vembed.data.collate import collate
 from vembed.data.keys import DataKeys
 from vembed.data.read import read
 from vembed.errors import DataError
-from vembed.evaluation.run import RunBuilder
+from vembed.evaluation.evaluate import RunBuilder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ import vembed.__main__
 import vembed.evaluation.report.run_report
 from vembed.data.read import read
 from vembed.evaluation.encode import ItemEncoder
-from vembed.evaluation.evaluator import EvaluationOptions, evaluate
+from vembed.evaluation.evaluate import EvaluationOptions, evaluate
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder

@@ -23,7 +23,7 @@ from vembed.evaluation.provenance import (
     task_key,
     vectors_key,
 )
-from vembed.evaluation.result import EvaluationResult
+from vembed.evaluation.results import EvaluationResult
 from vembed.models.tables import NgramBag, NgramBagConfig
 
 KEY = {"weights": "a", "texts": "b"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vembed.evaluation.diagnosis import Setup, diagnose, diagnosis_lines, performance
-from vembed.evaluation.significance import Comparison, Verdict
+from vembed.evaluation.judge import Comparison, Verdict
 
 GPU = Setup(
     device="cuda",

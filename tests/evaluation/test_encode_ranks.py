@@ -16,9 +16,8 @@ from vembed.data.judged import RetrievalData
 from vembed.distributed.ranks import Ranks
 from vembed.errors import PreemptedError
 from vembed.evaluation import encode as encode_module
-from vembed.evaluation.directions import Directions, encode_directions, search_directions
 from vembed.evaluation.encode import ItemEncoder
-from vembed.evaluation.evaluator import EvaluationOptions
+from vembed.evaluation.evaluate import Directions, EvaluationOptions, encode_directions, search_directions
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.encoder import Encoder
 from vembed.models.keys import ModelKeys

@@ -11,17 +11,18 @@ import torch
 
 from vembed.batch import Composed, Image
 from vembed.data.judged import RetrievalData
-from vembed.evaluation.directions import (
+from vembed.evaluation.encode import ItemEncoder
+from vembed.evaluation.evaluate import (
+    EvaluationOptions,
     asking_rows,
     count_truncated,
     encode_directions,
+    evaluate,
     search_directions,
     sides_agree,
 )
-from vembed.evaluation.encode import ItemEncoder
-from vembed.evaluation.evaluator import EvaluationOptions, evaluate
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.significance import RSUM_METRICS, recall_sum, sum_interval
+from vembed.evaluation.judge import RSUM_METRICS, recall_sum, sum_interval
+from vembed.evaluation.results import EvaluationResult
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.tables import NgramBag, NgramBagConfig
 

@@ -14,8 +14,7 @@ import torch
 from vembed.batch import Composed, Image
 from vembed.data.judged import RetrievalData
 from vembed.errors import ConfigError, DataError, NonFiniteError, PreemptedError
-from vembed.evaluation.evaluator import EvaluationOptions, evaluate
-from vembed.evaluation.run import same_item
+from vembed.evaluation.evaluate import EvaluationOptions, evaluate, same_item
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,9 +17,8 @@ import pytrec_eval
 
 from vembed.data.judged import RetrievalData
 from vembed.errors import DataError, MachineError
-from vembed.evaluation.evaluator import EvaluationOptions, evaluate
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.store import RECORD_FILE, read_evaluation, write_evaluation
+from vembed.evaluation.evaluate import EvaluationOptions, evaluate
+from vembed.evaluation.results import RECORD_FILE, EvaluationResult, read_evaluation, write_evaluation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -230,7 +229,7 @@ CRASH = """
 import os, sys
 from dataclasses import replace
 from pathlib import Path
-from vembed.evaluation.store import RECORD_FILE, read_evaluation, write_evaluation
+from vembed.evaluation.results import RECORD_FILE, read_evaluation, write_evaluation
 
 folder, function, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 calls = 0

@@ -12,8 +12,7 @@ from scipy.stats import spearmanr
 from vembed.data.keys import DataKeys
 from vembed.data.read import read
 from vembed.errors import DataError
-from vembed.evaluation.graded import GradedPairs, load_pairs, measure_pairs
-from vembed.evaluation.graded_report import graded_page
+from vembed.evaluation.graded import GradedPairs, graded_page, load_pairs, measure_pairs
 from vembed.pages.page import Table
 from vembed.pages.terminal import render_terminal
 

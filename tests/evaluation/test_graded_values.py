@@ -11,11 +11,10 @@ from test_graded_pairs import pairs_of
 
 from vembed.batch import Ragged
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
-from vembed.evaluation.evaluator import EvaluationOptions, evaluate
-from vembed.evaluation.graded import DRAWS, _measures, _Ordered, measure_pairs
-from vembed.evaluation.graded_values import measured, query_values
-from vembed.evaluation.significance import CONFIDENCE, verdict
+from vembed.evaluation.evaluate import EvaluationOptions, evaluate, pair_similarities
+from vembed.evaluation.graded import DRAWS, measure_pairs
+from vembed.evaluation.judge import CONFIDENCE, verdict
+from vembed.evaluation.metrics import PAIR_MEASURES, RankedValues, pair_values_by_query
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,19 +35,18 @@ def sample(kind: PairKind, *, num_queries: int = 150, per_query: int = 4, seed: 
 @pytest.mark.parametrize("ties", [8, 40_000])
 def test_the_value_is_the_measure_and_influences_are_its_slopes(kind: PairKind, ties: int) -> None:
     grade_P, similarity_P, query_P = sample(kind, ties=ties)
-    pairs, once_P = pairs_of(grade_P, kind=kind), np.ones(len(grade_P))
-    measures = _measures(pairs, _Ordered(grade_P), _Ordered(similarity_P))
-    for (value, influence_P), measure in zip(measured(kind, grade_P, similarity_P).values(), measures, strict=True):
-        assert value == pytest.approx(measure(once_P), abs=1e-12)
+    similarities, grades, once_P = RankedValues(similarity_P), RankedValues(grade_P), np.ones(len(grade_P))
+    for measure in PAIR_MEASURES[kind].values():
+        value, influence_P = measure.value(similarities, grades, once_P), measure.influence(similarities, grades)
         assert influence_P.mean() == pytest.approx(0, abs=1e-12)
-        assert query_values(value, influence_P, query_P, 150).mean() == pytest.approx(value, abs=1e-12)
+        assert pair_values_by_query(value, influence_P, query_P, 150).mean() == pytest.approx(value, abs=1e-12)
         assert influence_P.std() > 0.1
         for place in (0, 7, 300):
             # Weights, not copies: ranks of many copies of all pairs, of which one has some more.
             weight_P = np.full(len(grade_P), 1e6)
-            before = measure(weight_P)
+            before = measure.value(similarities, grades, weight_P)
             weight_P[place] += 100.0
-            slope = (measure(weight_P) - before) * 1e4 * len(grade_P)
+            slope = (measure.value(similarities, grades, weight_P) - before) * 1e4 * len(grade_P)
             assert influence_P[place] == pytest.approx(slope, abs=2e-3 * max(1.0, abs(slope)))
 
 
@@ -99,8 +97,6 @@ def test_a_result_has_the_queries_own_documents_alone_and_reads_back() -> None:
 
 
 def test_rows_of_several_vectors_are_compared_by_their_best_matches() -> None:
-    from vembed.evaluation.graded_values import pair_similarities
-
     rng = np.random.default_rng(0)
     rows = [rng.normal(size=(count, 3)).astype(np.float32) for count in (2, 3, 1, 4)]
     ragged = [Ragged.from_rows(each, np.float32) for each in (rows[:2], rows[2:])]

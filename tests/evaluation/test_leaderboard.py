@@ -18,10 +18,9 @@ from vembed.errors import MachineError
 from vembed.evaluation.benchmark.run import Entry, VariantResult
 from vembed.evaluation.benchmark.stored import Cost
 from vembed.evaluation.benchmark.variants import REFERENCE, Variant
+from vembed.evaluation.judge import holm, mean_interval, paired_p_value
 from vembed.evaluation.leaderboard import board_page, build_board, frontier, headline
-from vembed.evaluation.randomisation import randomisation_test
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.significance import mean_interval
+from vembed.evaluation.results import EvaluationResult
 from vembed.pages.html import render_html
 from vembed.pages.markdown import render_markdown
 from vembed.pages.page import Figure, Row, Table
@@ -98,10 +97,33 @@ def test_each_system_is_tested_against_the_best_of_each_set() -> None:
         assert pairs[0][1].difference == 0.0
     best, weak = draws(0.6, 3), draws(0.3, 1)
     (cell,) = [cell for row, cell in found.cells_of("one") if row.system == "weak"]
-    assert cell.p_value == randomisation_test(result("a", "one", weak), result("b", "one", best), METRIC)
+    assert cell.p_value == paired_p_value([(result("b", "one", best), result("a", "one", weak))], METRIC)
     assert cell.difference == pytest.approx(fmean(weak) - fmean(best))
     assert (cell.low, cell.high) == mean_interval([result("a", "one", weak)], METRIC)
     assert cell.is_behind
+
+
+def test_p_values_are_corrected_over_all_systems_and_sets_and_the_forms_apart_from_them() -> None:
+    found = board()
+    cells = [cell for row in found.rows for cell in row.cells if cell.p_value is not None]
+    forms = [row for row in found.variants if row.p_value is not None]
+    assert (len(cells), len(forms)) == (4, 8)
+    for rows in (cells, forms):
+        assert [row.p_value_corrected for row in rows] == holm([row.p_value or 0.0 for row in rows])
+    uncorrected = [cell for cell in cells if (cell.p_value or 0.0) < 0.05]
+    assert all(cell.is_behind == ((cell.p_value_corrected or 0.0) < 0.05) for cell in uncorrected)
+
+
+def test_of_many_equal_systems_one_is_not_called_behind_by_luck() -> None:
+    rng = np.random.default_rng(8)
+    base = rng.uniform(0, 1, 40)
+    entries = [entry(f"s{n}", "one", np.clip(base + rng.normal(0, 0.1, 40), 0, 1).tolist()) for n in range(20)]
+    cells = [cell for _, cell in build_board(entries, METRIC).cells_of("one")]
+    assert any(cell.p_value is not None and cell.p_value < 0.05 for cell in cells)  # the best is best by luck
+    assert not any(cell.is_behind for cell in cells)
+    text = render_terminal(board_page(build_board(entries, METRIC)))
+    assert "p (Holm)" in text
+    assert "p (Holm)" not in render_terminal(board_page(build_board(entries[:2], METRIC)))
 
 
 def test_the_best_may_differ_from_set_to_set() -> None:

@@ -16,7 +16,7 @@ from vembed.evaluation import maxsim
 from vembed.evaluation.benchmark.searchers import build_searcher, time_queries
 from vembed.evaluation.benchmark.variants import REFERENCE, check_model, plan_variants
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
-from vembed.evaluation.evaluator import EvaluationOptions, evaluate
+from vembed.evaluation.evaluate import EvaluationOptions, evaluate
 from vembed.evaluation.graded import GradedPairs
 from vembed.evaluation.maxsim import search_maxsim
 from vembed.models.encoder import Encoder

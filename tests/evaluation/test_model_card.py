@@ -14,20 +14,24 @@ import yaml
 from huggingface_hub import ModelCard
 
 from vembed.errors import ConfigError
-from vembed.evaluation.card.facts import CardFacts, ModelFacts
-from vembed.evaluation.card.front_matter import LICENSES, check_languages, check_license, nearest_license
-from vembed.evaluation.card.gather import gather_run, read_report
-from vembed.evaluation.card.names import PublicName, public_name, without_paths
-from vembed.evaluation.card.render import render_card
+from vembed.evaluation.card import LICENSES, check_languages, check_license, nearest_license, render_card
+from vembed.evaluation.card_facts import (
+    CardFacts,
+    ModelFacts,
+    PublicName,
+    gather_run,
+    public_name,
+    read_report,
+    without_paths,
+)
 from vembed.evaluation.metrics import HEADLINE
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.store import write_evaluation
+from vembed.evaluation.results import EvaluationResult, write_evaluation
 from vembed.pages.markdown import fenced
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.evaluation.card.facts import RunFacts
+    from vembed.evaluation.card_facts import RunFacts
 
 MODEL = ModelFacts(
     form="sentence-transformers",

@@ -10,9 +10,8 @@ import pytest
 
 from vembed.batch import Ragged
 from vembed.data.judged import RetrievalData
-from vembed.evaluation.evaluator import EvaluationOptions, evaluate
+from vembed.evaluation.evaluate import EvaluationOptions, RunBuilder, evaluate
 from vembed.evaluation.provenance import changed_parts, task_key
-from vembed.evaluation.run import RunBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
-    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.results import EvaluationResult
 
 NUM = 300
 TASK = RetrievalData(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_report_samples import METRIC, STEPS, VALUES, page, result, sample
 
+from vembed.evaluation.judge import Comparison, Verdict, compare, mean_interval, verdict
 from vembed.evaluation.report.comparison import forward_comparisons, verdict_decimals
 from vembed.evaluation.report.curves import (
     MAX_EVALUATION_ROWS,
@@ -24,7 +25,6 @@ from vembed.evaluation.report.curves import (
 )
 from vembed.evaluation.report.examples import choose_examples
 from vembed.evaluation.report.run_report import build_page, changes_section
-from vembed.evaluation.significance import Comparison, Verdict, compare, mean_interval, verdict
 from vembed.pages.page import Row, Shares
 from vembed.pages.text import MINUS, bytes_text, clip, number_text, plain, signed_text, value_text
 

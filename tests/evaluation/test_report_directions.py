@@ -16,11 +16,11 @@ from test_report_samples import METRIC, STEPS, Page, page, sample
 
 from vembed.batch import Composed, Image
 from vembed.data.judged import RetrievalData
+from vembed.evaluation.judge import mean_interval, verdict
 from vembed.evaluation.report.comparison import best_dev_step, forward_comparisons, systems_note
 from vembed.evaluation.report.curves import run_curves
 from vembed.evaluation.report.run_report import Reverse, build_page
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.significance import mean_interval, verdict
+from vembed.evaluation.results import EvaluationResult
 from vembed.pages.html import environment, render_html
 from vembed.pages.markdown import render_markdown
 from vembed.pages.write import render_json

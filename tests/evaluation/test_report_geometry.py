@@ -12,7 +12,7 @@ from test_report_samples import page, sample
 
 from vembed.batch import Image
 from vembed.data.judged import RetrievalData
-from vembed.evaluation.evaluator import EncodedTask
+from vembed.evaluation.evaluate import EncodedTask, RunBuilder
 from vembed.evaluation.report.vectors import (
     MAP_DOCUMENTS,
     MAP_QUERIES,
@@ -22,7 +22,6 @@ from vembed.evaluation.report.vectors import (
     near_pairs,
     project,
 )
-from vembed.evaluation.run import RunBuilder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,8 @@ import pytest
 from test_report_samples import METRIC, STEPS, STYLE, VALUES, Page, page, result, sample
 
 from vembed.data.judged import RetrievalData
+from vembed.evaluation.judge import Verdict, verdict
 from vembed.evaluation.report.run_report import build_page
-from vembed.evaluation.significance import Verdict, verdict
 from vembed.pages.html import render_html
 from vembed.pages.text import MINUS
 

@@ -16,8 +16,8 @@ from test_report_samples import METRIC, Page, page, result, sample
 
 from vembed.batch import Image, ImageLimits
 from vembed.data.judged import RetrievalData
+from vembed.evaluation.judge import verdict
 from vembed.evaluation.report.run_report import build_page, write_report
-from vembed.evaluation.significance import verdict
 from vembed.pages import pictures
 from vembed.pages.html import render_html
 from vembed.pages.markdown import render_markdown

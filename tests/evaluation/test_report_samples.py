@@ -6,9 +6,9 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 from vembed.data.judged import RetrievalData
+from vembed.evaluation.judge import verdict
 from vembed.evaluation.report.run_report import RunReport, build_page
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.significance import verdict
+from vembed.evaluation.results import EvaluationResult
 from vembed.pages.html import environment, render_html
 
 METRIC = "ndcg@10"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +17,13 @@ import numpy as np
 import pytest
 from test_report_samples import METRIC, STEPS, VALUES, result, sample
 
+from vembed.batch import Image
 from vembed.errors import MachineError
+from vembed.evaluation.judge import mean_interval
+from vembed.evaluation.report import run_report
 from vembed.evaluation.report.run_report import write_report
-from vembed.evaluation.significance import mean_interval
+from vembed.pages.terminal import render_terminal
+from vembed.pages.write import write_page
 
 pytestmark = pytest.mark.usefixtures("drawn_once")
 
@@ -132,3 +139,29 @@ def test_a_result_with_nan_for_a_query_still_gives_a_report(tmp_path: Path) -> N
     data = strict((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert data["verdict"]["comparison"]["low"] is None
     assert "n/a to n/a" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_section_is_one_function_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe of CONTRIBUTING.md, in a copy of the module: its code, and its line in `build_page`."""
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text("utf-8")
+    (recipe,) = re.findall(r"```python\n(# length_section\.py\n.*?)```", page, re.DOTALL)
+    assert "`length_section(report),`" in page
+    source = inspect.getsource(run_report)
+    neighbour = "        changes_section(report, gains),\n"
+    assert source.count(neighbour) == 1
+    copied = types.ModuleType("copied_run_report")
+    monkeypatch.setitem(sys.modules, copied.__name__, copied)  # its dataclasses look their module up
+    exec(recipe, copied.__dict__)
+    exec(source.replace(neighbour, f"{neighbour}        length_section(report),\n"), copied.__dict__)
+    built = copied.build_page(sample())
+    names = [section.name for section in built.sections]
+    assert names.index("lengths") == names.index("changes") + 1
+    assert [name for name in names if name != "lengths"] == [
+        section.name for section in run_report.build_page(sample()).sections
+    ]
+    write_page(tmp_path, built)
+    assert "Mean characters" in (tmp_path / "report.html").read_text()
+    assert "## Lengths" in (tmp_path / "report.md").read_text()
+    assert "Lengths" in render_terminal(built)
+    of_pictures = replace(sample().task, documents={"d": Image("x.png", b"")})
+    assert "lengths" not in [section.name for section in copied.build_page(sample(task=of_pictures)).sections]

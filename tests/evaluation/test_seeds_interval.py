@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.seeds import seeds_interval, seeds_verdict
+from vembed.evaluation.judge import seeds_interval, seeds_verdict
+from vembed.evaluation.results import EvaluationResult
 
 METRIC = "ndcg@10"
 

@@ -16,7 +16,7 @@ from vembed.config.load import load_config, load_values
 from vembed.data.keys import loss_names
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
-from vembed.evaluation.card.gather import _loss_names
+from vembed.evaluation.card_facts import losses_of_run
 from vembed.gradcache.chunks import RowAssignment
 from vembed.gradcache.loss_stage import LossStage
 from vembed.losses.base import LossCommon
@@ -149,4 +149,4 @@ def test_what_can_not_be_is_refused_in_words(changes: dict[str, Any], words: str
 
 def test_the_settings_of_a_run_name_all_losses() -> None:
     config = load_config(None, ["model_name=m", "source_batches=single", "data=[{path: a}, {path: b, loss: cosent}]"])
-    assert _loss_names(config.config.model_dump()) == loss_names(config.config) == ("infonce", "cosent")
+    assert losses_of_run(config.config.model_dump()) == loss_names(config.config) == ("infonce", "cosent")

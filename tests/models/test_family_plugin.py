@@ -20,7 +20,7 @@ import vembed
 from vembed.batch import Composed, Image
 from vembed.config.load import load_config
 from vembed.errors import ConfigError
-from vembed.evaluation.card.facts import model_facts
+from vembed.evaluation.card_facts import model_facts
 from vembed.models.keys import ModelKeys
 from vembed.models.measure import ProfileTarget
 from vembed.models.profile import profile_model

@@ -10,7 +10,7 @@ from jinja2 import Environment, UndefinedError
 from markupsafe import Markup
 
 import vembed
-from vembed.evaluation.card.render import markdown_environment
+from vembed.evaluation.card import markdown_environment
 from vembed.pages.html import environment, picture_source
 from vembed.pages.markdown import fenced
 from vembed.pages.page import Cell, Table

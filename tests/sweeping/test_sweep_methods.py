@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from vembed.errors import DataError, PreemptedError
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.store import write_evaluation
+from vembed.evaluation.results import EvaluationResult, write_evaluation
 from vembed.workflows.sweeping.methods import rungs, shorter, train_all, train_halving, train_optuna
 from vembed.workflows.sweeping.ranking import chosen_lines, rank
 from vembed.workflows.sweeping.report import terminal_lines

@@ -10,8 +10,7 @@ import pytest
 from vembed.config.load import load_values
 from vembed.entrypoints import sweep
 from vembed.errors import DataError, ExitCode
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.store import write_evaluation
+from vembed.evaluation.results import EvaluationResult, write_evaluation
 from vembed.pages.write import write_page
 from vembed.workflows.sweeping.process import TrainProcess
 from vembed.workflows.sweeping.ranking import chosen_lines, rank

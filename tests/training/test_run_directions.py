@@ -14,9 +14,8 @@ from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys
 from vembed.data.run_data import load_run_data
 from vembed.errors import MachineError
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.sets import headline
-from vembed.evaluation.store import write_evaluation
+from vembed.evaluation.judge import headline
+from vembed.evaluation.results import EvaluationResult, write_evaluation
 from vembed.training.evaluations import Evaluations
 from vembed.training.run import run_from_config
 

@@ -15,7 +15,7 @@ from vembed.config.schema import Config
 from vembed.data.hold_out import ENOUGH_QUERIES
 from vembed.data.run_data import load_run_data
 from vembed.errors import DataError
-from vembed.evaluation.sets import SetOutcome, caveats, headline
+from vembed.evaluation.judge import SetOutcome, caveats, headline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,10 +18,8 @@ from vembed.config.load import load_config
 from vembed.config.schema import Config
 from vembed.data.run_data import load_run_data
 from vembed.errors import ConfigError, MachineError
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.sets import SetOutcome, headline, overall
-from vembed.evaluation.significance import mean_verdict
-from vembed.evaluation.store import read_evaluation
+from vembed.evaluation.judge import SetOutcome, headline, mean_verdict, overall
+from vembed.evaluation.results import EvaluationResult, read_evaluation
 from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:

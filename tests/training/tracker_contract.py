@@ -30,8 +30,8 @@ import pytest
 from vembed.batch import Image
 from vembed.data.judged import RetrievalData
 from vembed.errors import MachineError, PreemptedError
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.sets import SetOutcome
+from vembed.evaluation.judge import SetOutcome
+from vembed.evaluation.results import EvaluationResult
 from vembed.registry import TRACKERS
 from vembed.training.finish import RunResult
 from vembed.training.trackers import (

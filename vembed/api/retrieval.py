@@ -18,10 +18,9 @@ from vembed.data.read import read
 from vembed.distributed.lock import hold_output
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
-from vembed.evaluation.evaluator import EvaluationOptions
-from vembed.evaluation.evaluator import evaluate as evaluate_task
-from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.store import write_evaluation
+from vembed.evaluation.evaluate import EvaluationOptions
+from vembed.evaluation.evaluate import evaluate as evaluate_task
+from vembed.evaluation.results import EvaluationResult, write_evaluation
 from vembed.files import home_path, is_folder
 from vembed.models.keys import ModelKeys
 from vembed.redact import redact

@@ -214,8 +214,7 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     from vembed.evaluation.benchmark.names import model_labels, set_labels
     from vembed.evaluation.benchmark.run import load_model
     from vembed.evaluation.encode import ItemEncoder, encoding_budget
-    from vembed.evaluation.graded import load_pairs, measure_pairs
-    from vembed.evaluation.graded_report import graded_page
+    from vembed.evaluation.graded import graded_page, load_pairs, measure_pairs
     from vembed.pages.terminal import render_terminal
     from vembed.pages.write import write_page
 
@@ -313,7 +312,7 @@ def _evaluate(options: EvaluateOptions, *, command: str) -> int:
 
 def _cut_off(metric: str) -> int:
     """Return the k of a metric's name."""
-    from vembed.evaluation.run import MAX_DEPTH
+    from vembed.evaluation.metrics import MAX_DEPTH
 
     name, _, digits = metric.partition("@")
     if name not in METRICS:
@@ -334,7 +333,7 @@ def _model_keys(options: EvaluateOptions, name: str) -> ModelKeys:
 
 def _print_result(entry: Entry, metric: str) -> None:
     """Print a result on three lines and its notes."""
-    from vembed.evaluation.significance import mean_interval
+    from vembed.evaluation.judge import mean_interval
 
     result = entry.result
     low, high = mean_interval([result], metric)

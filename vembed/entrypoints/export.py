@@ -125,7 +125,7 @@ def _export(options: ExportOptions, from_checkpoint: Path) -> int:
 
 
 def _print(exported: Exported, output: Path, license_id: str | None) -> None:
-    from vembed.evaluation.card.front_matter import LICENSES, nearest_license
+    from vembed.evaluation.card import LICENSES, nearest_license
     from vembed.models.graph import LEAST
     from vembed.pages.text import bytes_text
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.batch import texts_of
-from vembed.evaluation.metrics import DEFAULT_KS
-from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder, counted
+from vembed.evaluation.evaluate import RunBuilder, counted
+from vembed.evaluation.metrics import DEFAULT_DEPTH, DEFAULT_KS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vembed.batch import Item
     from vembed.data.judged import RetrievalData
     from vembed.evaluation.keys import Bm25Language
-    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.results import EvaluationResult
 
 SYSTEM = "BM25"
 WORDS, PLAIN_WORDS = r"[^\W_]+", r"\b\w\w+\b"

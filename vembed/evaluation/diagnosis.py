@@ -1,4 +1,4 @@
-"""What the numbers of a run say about it: pure rules from metrics.jsonl to advice, each with its threshold.
+"""Diagnose a run by its numbers: pure rules from metrics.jsonl to advice, each with its threshold.
 
 A rule looks at one thing, speaks only beyond its threshold, and names the key to change. The first step is left out of
 all times: it also warms everything up.
@@ -21,7 +21,7 @@ from vembed.text import plural
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from vembed.evaluation.significance import Verdict
+    from vembed.evaluation.judge import Verdict
     from vembed.plan.devices import Machine
     from vembed.plan.plan import Plan
 
@@ -91,13 +91,13 @@ LEAST_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a run was set up as, as far as the rules need it."""
+    """The set-up of a run, as far as the rules need it."""
 
     device: str  # type of the device, e.g. "cuda"
     memory_bytes: int  # of one process
     num_cores: int
     world_size: int
-    dtype: str  # what the encoder computes in, e.g. "bfloat16"
+    dtype: str  # of the encoder's computation, e.g. "bfloat16"
     num_workers: int
     chunk_rows: int  # most rows of one encoder call, as planned
     chunk_tokens: int  # most padded tokens of one encoder call, as planned
@@ -120,6 +120,7 @@ def setup_of(
     smaller_chunk: tuple[int, int] | None,
 ) -> Setup:
     """Return the setup of a run from its plan, its machine and its rows of metrics.jsonl."""
+    # Real tokens per second, times the seconds, times the padding: padded tokens of a step over all processes.
     tokens = [row["padding_ratio"] * row["tokens_per_second"] * row["step_seconds"] for row in settled_rows(rows)]
     most = max(tokens, default=0.0) / plan.world_size
     return Setup(
@@ -162,7 +163,7 @@ class Numbers:
 
     @property
     def gain(self) -> float | None:
-        """What training won, as a share of what the untrained model's metric lacks to 1; None where that is 0."""
+        """Gain of training, as a share of what the untrained model's metric lacks to 1; None where that is 0."""
         if self.verdict is None or self.verdict.comparison.baseline >= 1:
             return None
         return self.verdict.comparison.difference / (1 - self.verdict.comparison.baseline)
@@ -178,7 +179,7 @@ class Numbers:
 
     @property
     def are_timed(self) -> bool:
-        """Whether there are enough steps for their times to mean something."""
+        """True where there are enough steps for their times to mean something."""
         return len(self.settled) >= LEAST_STEPS
 
 
@@ -226,6 +227,7 @@ def diagnose_start(rows: Sequence[Mapping[str, float]]) -> Finding | None:
 
 
 def _idle(numbers: Numbers) -> Finding | None:
+    # Exactly 0, not small: rounding alone leaves some gradient wherever there is a loss.
     norms = [row["grad_norm"] for row in numbers.settled if "grad_norm" in row]
     share = norms.count(0.0) / max(1, len(norms))
     if share <= IDLE_SHARE or diagnose_start(numbers.rows) is not None:
@@ -239,10 +241,11 @@ def _idle(numbers: Numbers) -> Finding | None:
 
 
 def _rate_too_high(numbers: Numbers) -> Finding | None:
-    """Tell of a loss that stays high or rises while the gradient shrinks or explodes."""
+    """Find a loss that stays high or rises while the gradient shrinks or explodes."""
     losses, norms = numbers.ends("loss"), numbers.ends("grad_norm")
     if losses is None or norms is None or min(*losses, norms[0]) <= NO_LOSS or losses[1] < HIGH_LOSS * losses[0]:
         return None
+    # A gradient shrinks about as its loss does: a change beyond that comes from the size of the weights.
     rate, change = numbers.setup.learning_rate, norms[1] / norms[0] / (losses[1] / losses[0])
     if SHRUNK_GRADIENT <= change <= GROWN_GRADIENT:
         return None
@@ -274,6 +277,7 @@ def _little_learnt(numbers: Numbers) -> Finding | None:
     if losses is None or gain is None or numbers.verdict is None or losses[0] <= NO_LOSS:
         return None
     drop = 1 - losses[1] / losses[0]
+    # Both must be small: a loss of many easy negatives hardly falls while the ranking improves.
     if drop >= LITTLE_LEARNT or gain >= LITTLE_GAIN or _rate_too_high(numbers) or _worse(numbers):
         return None
     measured, rate = numbers.verdict.comparison, numbers.setup.learning_rate
@@ -339,6 +343,7 @@ def _ladder(setup: Setup) -> str:
 
 def _data(numbers: Numbers) -> Finding | None:
     share, setup = numbers.shares.get("data_seconds", 0.0), numbers.setup
+    # A share of a step of milliseconds is no reason to start processes.
     waited = share * numbers.step_seconds * len(numbers.settled)
     if not numbers.are_timed or share <= DATA_SHARE or waited < LEAST_WAIT_SECONDS:
         return None
@@ -372,6 +377,7 @@ def _uneven(numbers: Numbers) -> Finding | None:
     if not numbers.are_timed or share <= WAIT_SHARE:
         return None
     slowest = [int(row["slowest_rank"]) for row in numbers.settled if "slowest_rank" in row]
+    # Uneven tokens slow another rank in each step; a slow device is the same rank again and again.
     often = max(set(slowest), key=slowest.count) if slowest else None
     encode = numbers.mean("encode_imbalance") or 1.0
     sentence = (
@@ -402,6 +408,7 @@ def _utilisation(numbers: Numbers) -> Finding | None:
         )
     if busy is None or busy >= LEAST_UTILISATION:
         return None
+    # One cause at a time: larger chunks don't help a GPU that waits for something else.
     if numbers.shares.get("data_seconds", 0.0) > DATA_SHARE:
         advice = "It waits for data first of all: see there."
     elif numbers.shares.get("wait_seconds", 0.0) + numbers.shares.get("reduce_seconds", 0.0) > COMMUNICATION_SHARE:
@@ -428,6 +435,7 @@ def _padding(numbers: Numbers) -> Finding | None:
 
 def _headroom(numbers: Numbers) -> Finding | None:
     peak, setup, chunks = _peak(numbers), numbers.setup, numbers.mean("num_chunks") or 1.0
+    # Where a step ran out of memory once, the peak is that of the smaller chunks: it says nothing of room.
     encodes_twice = not setup.keeps_all and chunks > 1 and not any(row.get("oom_repairs") for row in numbers.rows)
     if setup.device == "cpu" or peak is None or not encodes_twice or peak >= FREE_SHARE * setup.memory_bytes:
         return None
@@ -491,7 +499,7 @@ def performance(rows: Sequence[Mapping[str, float]], setup: Setup, **facts: obje
     """
     split, settled = split_time(rows), settled_rows(rows)
     numbers = Numbers(setup, rows, settled, {}, 0.0, None)
-    found: dict[str, object | None] = {
+    row: dict[str, object | None] = {
         **facts,
         "processes": setup.world_size,
         "dtype": setup.dtype,
@@ -503,4 +511,4 @@ def performance(rows: Sequence[Mapping[str, float]], setup: Setup, **facts: obje
         "scaling_efficiency": numbers.mean("scaling_efficiency"),
         "device_utilisation": numbers.mean("device_utilisation"),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in row.items() if value is not None}

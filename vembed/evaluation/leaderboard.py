@@ -1,8 +1,9 @@
 """The leaderboard: several systems on several sets, in order, with intervals, tests, and what cheaper vectors lose.
 
 A system's mean counts each set the same. On each set every system is tested against the one with the highest mean
-there, and each form of the vectors against exact search of the same model, by the paired randomisation test; p-values
-are of one comparison each and not corrected for their number.
+there, and each form of the vectors against exact search of the same model, by Student's paired test. p-values are
+corrected for their number (Holm), those of all systems on all sets together and those of all forms together, as
+`vembed compare` does: two systems that differ there differ here.
 
 `build_board` compares finished results, `board_page` shows them. Results come from evaluation/benchmark/.
 """
@@ -15,9 +16,8 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.evaluator import approximate_note
-from vembed.evaluation.randomisation import randomisation_test
-from vembed.evaluation.significance import RSUM_METRICS, mean_interval, recall_sum
+from vembed.evaluation.judge import CONFIDENCE, LEVEL, RSUM_METRICS, holm, mean_interval, paired_p_value, recall_sum
+from vembed.evaluation.results import approximate_note
 from vembed.pages.charts import SERIES_COLOURS, SERIES_MARKERS, axis_labels, chart_axes, inline_svg, tick_text
 from vembed.pages.page import (
     Cell,
@@ -50,17 +50,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from markupsafe import Markup
-    from matplotlib.axes import Axes
 
     from vembed.evaluation.benchmark.run import Entry
     from vembed.evaluation.benchmark.stored import Cost
-    from vembed.evaluation.significance import RecallSum
+    from vembed.evaluation.judge import RecallSum
+    from vembed.evaluation.results import EvaluationResult
     from vembed.pages.page import Block
 
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
-CONFIDENCE = 0.95
 INTERVAL = f"{100 * CONFIDENCE:g}% interval"
-LEVEL = 0.05  # p-value below which a difference is called significant
 RECALL = "recall@100"  # of each form of the vectors, beside the metric that systems are compared by
 NAME_CHARACTERS = 40  # of a model's name in the words of a figure, whose legend has all of it
 
@@ -75,6 +73,7 @@ class Standing:
     high: float
     difference: float  # to the best on this set
     p_value: float | None  # of the test against the best; None for the best itself
+    p_value_corrected: float | None  # for the number of systems and sets
     num_queries: int
     num_documents: int
     folder: str  # of the run, below the output
@@ -82,24 +81,24 @@ class Standing:
 
     @property
     def is_behind(self) -> bool:
-        """Return True where the test says that the best on this set is better."""
-        return self.p_value is not None and self.p_value < LEVEL
+        """True where the corrected test says that the best on this set is better."""
+        return self.p_value_corrected is not None and self.p_value_corrected < LEVEL
 
     @property
     def reading(self) -> str:
-        """Return the result of the test in words."""
+        """The result of the test in words."""
         if self.p_value is None:
             return "best"
         return "behind the best" if self.is_behind else "not significantly below the best"
 
     @property
     def mark(self) -> str:
-        """Return the same as one character."""
+        """The result of the test as one character."""
         return "★" if self.p_value is None else "▼" if self.is_behind else "≈"
 
     @property
     def tone(self) -> str:
-        """Return the same as a tone of the page."""
+        """The result of the test as a tone of the page."""
         return "improved" if self.p_value is None else "worse" if self.is_behind else "within-noise"
 
 
@@ -141,6 +140,7 @@ class VariantRow:
     value: float  # mean of the metric
     difference: float  # to exact search
     p_value: float | None  # of the test against exact search; None for exact search itself
+    p_value_corrected: float | None  # for the number of forms
     recall: float  # mean of RECALL: what is right and among so many hits
     cost: Cost
     folder: str  # of the run, below the output
@@ -207,17 +207,24 @@ def build_board(
         return entry.result.metrics[metric]
 
     best = {task: max((entry for entry in entries if entry.task == task), key=value) for task in tasks}
+    # All tests of systems are one family, whatever set they are on: the board is read as a whole.
+    others = [entry for entry in entries if entry is not best[entry.task]]
+    tests = _corrected_tests([(best[entry.task].result, entry.result) for entry in others], metric)
+    tests_by_key = {(entry.system, entry.task): test for entry, test in zip(others, tests, strict=True)}
 
+    # The interval is of the value alone; what decides is the paired test, in which the queries' difficulty cancels.
     def standing(entry: Entry) -> Standing:
         result, best_here = entry.result, best[entry.task]
         low, high = mean_interval([result], metric, confidence=CONFIDENCE)
+        p_value, p_value_corrected = tests_by_key.get((entry.system, entry.task), (None, None))
         return Standing(
             task=entry.task,
             value=value(entry),
             low=low,
             high=high,
             difference=value(entry) - value(best_here),
-            p_value=None if entry is best_here else randomisation_test(result, best_here.result, metric),
+            p_value=p_value,
+            p_value_corrected=p_value_corrected,
             num_queries=result.num_queries,
             num_documents=result.num_documents,
             folder=entry.folder,
@@ -231,16 +238,14 @@ def build_board(
         mean = fmean(map(value, of_system))
         cells = tuple(map(standing, of_system))
         rows.append(SystemRow(system, mean, low, high, cells, is_whole=len(of_system) == len(tasks)))
+    # A system that lacks a set may have had the easy ones: it stands behind all that have them all.
     rows.sort(key=lambda row: (not row.is_whole, -row.mean))
-    variants: list[VariantRow] = []
-    for task in tasks:
-        in_order = [by_key[row.system, task] for row in rows if (row.system, task) in by_key]
-        variants += _variant_rows(in_order, metric)
+    in_order = [by_key[row.system, task] for task in tasks for row in rows if (row.system, task) in by_key]
     return Board(
         metric=metric,
         rows=tuple(rows),
         tasks=tasks,
-        variants=tuple(variants),
+        variants=_variant_rows(in_order, metric),
         facts=tuple(facts),
         command=command,
         sums=_sums(by_key, tasks),
@@ -254,6 +259,7 @@ def _sums(by_key: Mapping[tuple[str, str], Entry], tasks: Sequence[str]) -> tupl
         return tuple(100 * entry.result.metrics[name] for name in RSUM_METRICS)
 
     rows = []
+    # An entry of the reversed direction names the set that it reverses.
     for (system, _), entry in by_key.items():
         forward = by_key.get((system, entry.reverse_of))
         total = None if forward is None else recall_sum(forward.result, entry.result)
@@ -262,37 +268,55 @@ def _sums(by_key: Mapping[tuple[str, str], Entry], tasks: Sequence[str]) -> tupl
     return tuple(sorted(rows, key=lambda row: (tasks.index(row.task), -row.total.value)))
 
 
-def _variant_rows(entries: Sequence[Entry], metric: str) -> list[VariantRow]:
-    """Return the forms of all models on one set, numbered through, tested against exact search of the same model."""
+def _variant_rows(entries: Sequence[Entry], metric: str) -> tuple[VariantRow, ...]:
+    """Return the forms of all models set by set, numbered on each, tested against exact search of the same model.
+
+    Args:
+        entries: In the order of the sets.
+    """
     forms = [(entry, form) for entry in entries if len(entry.variants) > 1 for form in entry.variants]
+    tested = [(entry.result, form.result) for entry, form in forms if not form.variant.is_reference]
+    tests = iter(_corrected_tests(tested, metric))
+    numbers: Counter[str] = Counter()
     rows = []
-    for number, (entry, form) in enumerate(forms, start=1):
+    for entry, form in forms:
+        numbers[entry.task] += 1
+        p_value, p_value_corrected = (None, None) if form.variant.is_reference else next(tests)
         value = form.result.metrics[metric]
+        # Notes of exact search stand with the set already, and the form's name has its index.
         known = {*entry.result.notes, approximate_note(form.variant.index)}
-        is_exact = form.variant.is_reference
         rows.append(
             VariantRow(
-                number=number,
+                number=numbers[entry.task],
                 system=entry.system,
                 task=entry.task,
                 name=form.variant.name,
                 value=value,
                 difference=value - entry.result.metrics[metric],
-                p_value=None if is_exact else randomisation_test(form.result, entry.result, metric),
+                p_value=p_value,
+                p_value_corrected=p_value_corrected,
                 recall=form.result.metrics[RECALL],
                 cost=form.cost,
                 folder=form.folder,
                 notes=tuple(note for note in form.result.notes if note not in known),
             )
         )
-    return rows
+    return tuple(rows)
+
+
+def _corrected_tests(
+    pairs: Sequence[tuple[EvaluationResult, EvaluationResult]], metric: str
+) -> list[tuple[float, float]]:
+    """Return the p-value of each pair's paired test, and the same corrected for the number of pairs."""
+    p_values = [paired_p_value([pair], metric) for pair in pairs]
+    return list(zip(p_values, holm(p_values), strict=True))
 
 
 def settings(board: Board) -> Mapping[str, str]:
     """Return how the numbers were made, for people."""
     return {
         "Intervals": f"{100 * CONFIDENCE:g}%, Student's t over queries",
-        "Tests": "paired randomisation, two-sided, 10,000 permutations or all of them up to 14 queries, seed 0",
+        "Tests": "Student's paired t test, two-sided, corrected for the number of comparisons (Holm)",
         "Compared by": board.metric,
         "Query latency": "wall time of searching one query on one thread, after a warm-up, without encoding it",
         "Bytes per document": "vector or code; for an index all that FAISS writes, divided by the documents",
@@ -329,7 +353,7 @@ def board_page(board: Board) -> Page:
 def headline(board: Board) -> str:
     """Return the leaderboard in a sentence."""
     first, *others = board.rows
-    if not first.is_whole:
+    if not first.is_whole:  # rows that are whole come first: there is none
         return f"No system was evaluated on all {len(board.tasks)} sets."
     over = "" if len(board.tasks) == 1 else f" over {len(board.tasks)} sets"
     sentence = f"{first.system}: {board.metric} {metric_text(first.mean)}{over}"
@@ -346,7 +370,7 @@ def ranking_section(board: Board) -> Section:
     """Return every system with its mean and its value on each set."""
     whole = [row for row in board.rows if row.is_whole]
     low, high = min((row.low for row in whole), default=0.0), max((row.high for row in whole), default=1.0)
-    middle, reach = (low + high) / 2, (high - low) / 2
+    middle, reach = (low + high) / 2, (high - low) / 2  # one scale for the bars of all systems
 
     def mean(row: SystemRow) -> Cell:
         if not row.is_whole:
@@ -363,7 +387,10 @@ def ranking_section(board: Board) -> Section:
         [[row.system, mean(row), *(value(row.cell(task)) for task in board.tasks)] for row in board.rows],
         tones={0: "decisive"} if len(board.rows) > 1 else {},
         title="Ranking",
-        caption="★ best on the set; ≈ not significantly below it (p ≥ 0.05); ▼ significantly below it (p < 0.05).",
+        caption=(
+            f"★ best on the set; ≈ not significantly below it (corrected p ≥ {LEVEL}); ▼ significantly below it "
+            f"(corrected p < {LEVEL})."
+        ),
         legend=f"The bars go from {metric_text(low)} to {metric_text(high)}.",
         is_numbered=True,
     )
@@ -376,27 +403,28 @@ def sets_section(board: Board) -> Section:
     """Return the systems on each set, tested against the best there."""
     blocks: list[Block] = [
         Note(
-            "p says how often swapping the values of a system and of the best on the set at random, query by query, "
-            "gives a difference at least as large: below 0.05, chance is a poor explanation. It is not corrected for "
-            f"the number of systems. Values have {INTERVAL}s."
+            "Each system is compared with the best on the set, query by query, and p is of Student's paired test. With "
+            "several comparisons p is corrected for their number (Holm), all sets together; a system is behind where "
+            f"the corrected p is below {LEVEL}. Values have {INTERVAL}s."
         )
     ]
     for task in board.tasks:
         cells = board.cells_of(task)
         first = cells[0][1]
+        p_heads = _p_heads([cell for _, cell in cells])
         table = Table(
-            ["System", board.metric, "To the best", "p", "Reading"],
+            ["System", board.metric, "To the best", *p_heads, "Reading"],
             [
                 [
                     row.system,
                     Cell(metric_text(cell.value), _interval(cell)),
                     _difference(cell),
-                    p_text(cell.p_value),
+                    *_p_texts(cell, p_heads),
                     Cell(f"{cell.mark} {cell.reading}", tone=cell.tone),
                 ]
                 for row, cell in cells
             ],
-            words=frozenset({0, 4}),
+            words=frozenset({0, 3 + len(p_heads)}),
             title=f"Systems on {task}",
             caption=f"{plural(first.num_queries, 'query', 'queries')}, {plural(first.num_documents, 'document')}.",
         )
@@ -443,6 +471,7 @@ def costs_section(board: Board) -> Section:
             "lie on disk. Other forms of a model are compared with exact search over all dimensions in float32."
         )
     ]
+    # A drawing for each set and cost, in which a model is a series; numbers lead from a mark to its row of the table.
     for task in board.tasks:
         series: dict[str, list[VariantRow]] = {}
         for row in board.variants_of(task):
@@ -459,30 +488,34 @@ def costs_section(board: Board) -> Section:
 def costs_table(board: Board, task: str) -> Table:
     """Return the forms of the vectors on one set, each with its quality and its cost."""
     rows = board.variants_of(task)
+    p_heads = _p_heads(rows)
     with_recall = board.metric != RECALL
-    p50_to_p99 = [
-        [
-            milliseconds_text(value)
-            for value in (cost.milliseconds_per_query, cost.milliseconds_p95, cost.milliseconds_p99)
-        ]
-        for cost in (row.cost for row in rows)
-    ]
+
+    def sizes(cost: Cost) -> str:
+        values = [cost.bytes_per_document, *([cost.rescoring_bytes] if cost.rescoring_bytes else [])]
+        return " + ".join(number_text(float(f"{value:.4g}")) for value in values)
+
+    def latency(cost: Cost) -> Cell:
+        times = (cost.milliseconds_per_query, cost.milliseconds_p95, cost.milliseconds_p99)
+        p50, p95, p99 = map(milliseconds_text, times)
+        return Cell(p50, f"p95 {p95}, p99 {p99}")
+
     recall = [RECALL] if with_recall else []
     return Table(
-        ["Form", "Model", board.metric, "To exact", "p", *recall, "Dims", "Bytes per document", "ms per query"],
+        ["Form", "Model", board.metric, "To exact", *p_heads, *recall, "Dims", "Bytes per document", "ms per query"],
         [
             [
                 row.name,
                 row.system,
                 metric_text(row.value),
                 _difference(row),
-                p_text(row.p_value),
+                *_p_texts(row, p_heads),
                 *([metric_text(row.recall)] if with_recall else []),
                 count_text(row.cost.dimension),
-                _stored_size(row.cost),
-                Cell(p50, f"p95 {p95}, p99 {p99}"),
+                sizes(row.cost),
+                latency(row.cost),
             ]
-            for row, (p50, p95, p99) in zip(rows, p50_to_p99, strict=True)
+            for row in rows
         ],
         words=frozenset({0, 1}),
         tones={position: "decisive" for position, row in enumerate(rows) if row.p_value is None},
@@ -512,6 +545,7 @@ def cost_figure(
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points (cost, quality) that no other beats in both, cheapest first."""
     kept: list[tuple[float, float]] = []
+    # By cost, of equal cost the best first: a point stays if it is better than all cheaper ones.
     for cost, quality in sorted(points, key=lambda point: (point[0], -point[1])):
         if not kept or quality > kept[-1][1]:
             kept.append((cost, quality))
@@ -527,41 +561,38 @@ def draw_cost(
     label: str,
 ) -> Markup:
     """Draw quality against one kind of cost: a mark with its number for each form, a line through the best."""
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     with chart_axes((5.2, 3.3)) as (figure, axes):
         for position, rows in enumerate(series):
             colour = SERIES_COLOURS[position % len(SERIES_COLOURS)]
             marker = SERIES_MARKERS[position % len(SERIES_MARKERS)][0]
             points = [(cost(row), row.value) for row in rows]
+            # A thin line through the forms that nothing beats, then all forms as marks over it.
             axes.plot(*zip(*frontier(points), strict=True), color=colour, linewidth=1.2, alpha=0.55)
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5.0, linestyle="")
+            # Above the mark and below it in turn: numbers of two models would lie on each other.
             offset = (4, 4) if position % 2 == 0 else (4, -10)  # forms of two models often share a cost
             for row, (x, y) in zip(rows, points, strict=True):
                 axes.annotate(
                     str(row.number), (x, y), textcoords="offset points", xytext=offset, fontsize=8.0, color=colour
                 )
         costs = [cost(row) for rows in series for row in rows]
-        _cost_axis(axes, min(costs), max(costs))
+        ratio = max(costs) / min(costs)
+        if ratio < 10:
+            axes.xaxis.set_major_locator(MaxNLocator(6))
+            axes.xaxis.set_major_formatter(axis_labels())
+        else:
+            # Of less than two decades ticks at 1, 2 and 5 as well: powers of ten alone would be one or two.
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if ratio < 100 else (1.0,)))
+            axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
+            axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(axis)
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_formatter(axis_labels())
         axes.margins(x=0.08, y=0.12)
         return inline_svg(figure, name=name, label=label)
-
-
-def _cost_axis(axes: Axes, low: float, high: float) -> None:
-    """Make the axis of costs logarithmic where they span a decade, with ticks at 1, 2 and 5 below two of them."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
-    if high / low < 10:
-        axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.xaxis.set_major_formatter(axis_labels())
-        return
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if high / low < 100 else (1.0,)))
-    axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
-    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _interval(row: SystemRow | Standing) -> str:
@@ -573,13 +604,13 @@ def _difference(row: Standing | VariantRow) -> str:
     return DASH if row.p_value is None else signed_text(row.difference)
 
 
-def _stored_size(cost: Cost) -> str:
-    """Return the bytes per document of a form, and behind a plus those that rescoring reads."""
+def _p_heads(rows: Sequence[Standing | VariantRow]) -> list[str]:
+    """Return the heads of a table's p-values; the corrected ones have a column where the correction changes any."""
+    return ["p", "p (Holm)"] if any(row.p_value_corrected != row.p_value for row in rows) else ["p"]
 
-    def digits(value: float) -> str:
-        return number_text(float(f"{value:.4g}"))
 
-    return f"{digits(cost.bytes_per_document)}{f' + {digits(cost.rescoring_bytes)}' if cost.rescoring_bytes else ''}"
+def _p_texts(row: Standing | VariantRow, heads: Sequence[str]) -> list[str]:
+    return [p_text(value) for value, _ in zip((row.p_value, row.p_value_corrected), heads, strict=False)]
 
 
 def _muted_items(notes: Sequence[str]) -> list[Block]:
@@ -591,7 +622,7 @@ def board_document(board: Board) -> dict[str, object]:
 
     def standing(cell: Standing) -> dict[str, object]:
         record = asdict(cell)
-        low, high = record.pop("low"), record.pop("high")
+        low, high = record.pop("low"), record.pop("high")  # one key for both, as in report.json
         return {**record, "interval": [low, high]}
 
     return {

@@ -1,4 +1,4 @@
-"""Score a run with trec_eval, so that every number can be compared with BEIR's, MTEB's and a paper's.
+"""Score runs with trec_eval, so that every number can be compared with BEIR's, MTEB's and a paper's; and graded pairs.
 
 | name        | trec_eval        | meaning                                                                             |
 |-------------|------------------|-------------------------------------------------------------------------------------|
@@ -10,6 +10,14 @@
 | hit@k       | success          | 1 where a relevant document is among the first k                                    |
 
 Relevant means grade 1 or more. A relevant document that was not found counts as missed, in the corpus or not.
+
+Pairs that people graded have no run. Their similarities are measured by Spearman's rank correlation with the grades, or
+by average precision and ROC AUC where a pair either belongs together or doesn't. `PairMeasure.value` takes a weight for
+each pair, so that a bootstrap draw needs no new sort. `PairMeasure.influence` is the slope of the value in a pair's
+weight, by which such a set is judged query by query as any other is: a rank correlation is no mean over queries, but to
+first order it is the mean of v_q = value + Q / P * (sum of the influences of the query's pairs).
+Shape legend: P pairs, Q queries, V distinct values.
+Source: Efron & Tibshirani, An Introduction to the Bootstrap (1993), chapter 21 (influence, the delta method).
 """
 
 from __future__ import annotations
@@ -31,6 +39,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from vembed.data.judged import PairKind
+
     Metric: TypeAlias = Callable[[Sequence[int], Sequence[int], int], float]
 
 HEADLINE = ("ndcg@10", "recall@1", "mrr@10", "map@100")
@@ -38,6 +48,12 @@ HEADLINE = ("ndcg@10", "recall@1", "mrr@10", "map@100")
 
 DEFAULT_KS = (1, 3, 5, 10, 100)
 """Cut-offs that metrics are computed at."""
+
+DEFAULT_DEPTH = 100
+"""Documents kept per query."""
+
+MAX_DEPTH = 1000
+"""Documents kept per query where a cut-off asks for more than the usual: each takes some 100 bytes of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +102,7 @@ def trec_order(scored: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], 
         trec_eval 9, form_res_rels.c, comp_sim_docno.
     """
     pairs = tuple(scored)
+    # trec_eval keeps scores as C floats: two float64 scores that round to the same float32 are a tie there.
     single = np.asarray([score for _, score in pairs], dtype=np.float32).tolist()
     keyed = sorted(
         ((score, document_id, pair) for score, (document_id, _), pair in zip(single, pairs, pairs, strict=True)),
@@ -131,21 +148,22 @@ def score_run(
     joined = ",".join(str(cut) for cut in cuts)
     entries = {name: METRICS.load(name) for name in METRICS.names()}
     ours = {name: entry for name, entry in entries.items() if isinstance(entry, TrecMeasure)}
-    measures = {f"{each.name}.{joined}" if each.takes_cuts else each.name for each in ours.values()}
+    measures = {f"{measure.name}.{joined}" if measure.takes_cuts else measure.name for measure in ours.values()}
     evaluator = pytrec_eval.RelevanceEvaluator(judged, measures)
     scored = evaluator.evaluate({query_id: dict(run.get(query_id, ())) for query_id in judged})
-    per_query = {
-        f"{name}@{cut}": {query_id: float(scored[query_id][f"{measure.name}_{cut}"]) for query_id in judged}
-        for name, measure in ours.items()
-        if measure.takes_cuts
-        for cut in cuts
-    }
-    for cut in cuts:
-        # The reciprocal rank is that of the first relevant document: cutting the run at k keeps it or makes it 0.
-        ranks = {query_id: float(scored[query_id][MRR.name]) for query_id in judged}
-        per_query[f"mrr@{cut}"] = {query_id: rank if rank >= 1.0 / cut else 0.0 for query_id, rank in ranks.items()}
-    for name in entries.keys() - ours.keys():
-        per_query |= _by_function(name, run, judged, cuts)
+    per_query: dict[str, dict[str, float]] = {}
+    for name, measure in sorted(ours.items(), key=lambda entry: not entry[1].takes_cuts):  # the order of metrics.json
+        for cut in cuts:
+            if measure.takes_cuts:
+                values = {query_id: float(scored[query_id][f"{measure.name}_{cut}"]) for query_id in judged}
+            else:
+                # Of the first relevant document: a cut at k leaves the reciprocal rank as it is or makes it 0.
+                ranks = {query_id: float(scored[query_id][measure.name]) for query_id in judged}
+                values = {query_id: rank if rank >= 1.0 / cut else 0.0 for query_id, rank in ranks.items()}
+            per_query[f"{name}@{cut}"] = values
+    for name in entries:
+        if name not in ours:
+            per_query |= _by_function(name, run, judged, cuts)
     return per_query
 
 
@@ -180,3 +198,142 @@ def _by_function(
                 )
             scored[f"{name}@{cut}"][query_id] = float(value)
     return scored
+
+
+class RankedValues:
+    """Values sorted once, to be ranked under many weights; equal ones share the mean of their ranks."""
+
+    def __init__(self, values_P: NDArray[np.floating]) -> None:
+        self.values_P: NDArray[np.float64] = values_P.astype(np.float64)
+        values_V, self._group_P = np.unique(values_P, return_inverse=True)
+        self._num_groups = len(values_V)
+
+    def sums(self, weight_P: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the weight of each distinct value (V,), the smallest value first."""
+        return np.bincount(self._group_P, weight_P, minlength=self._num_groups).astype(np.float64)
+
+    def spread(self, numbers_V: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the number of each pair's value (P,)."""
+        return numbers_V[self._group_P]
+
+    def below(self, weight_P: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the weight of all smaller values and half that of the equal ones (P,): the rank less 1/2.
+
+        Exact for weights that are whole numbers: the sums are then whole or half numbers, in any order.
+        """
+        weight_V = self.sums(weight_P)
+        return self.spread(np.cumsum(weight_V) - weight_V / 2.0)
+
+    def above(self, weight_P: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the weight of all larger values and half that of the equal ones (P,)."""
+        return -self.below(weight_P) + float(weight_P.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class PairMeasure:
+    """A measure over graded pairs, from their similarities and their grades (1 and 0 of pairs that belong together).
+
+    `value` is a function of the pairs' weights, NaN where these leave nothing to measure. `influence` is the slope of
+    that value in each pair's weight, all others being 1, times P; its mean is 0.
+    """
+
+    value: Callable[[RankedValues, RankedValues, NDArray[np.float64]], float]
+    influence: Callable[[RankedValues, RankedValues], NDArray[np.float64]]
+
+
+def spearman(similarities: RankedValues, grades: RankedValues, weight_P: NDArray[np.float64]) -> float:
+    """Return the correlation of the ranks; 0 where all similarities are equal, NaN where all grades are."""
+    # Less half of all the weight, `below` is the rank's distance from the mean rank.
+    half = weight_P.sum() / 2.0
+    x_P, y_P = similarities.below(weight_P) - half, grades.below(weight_P) - half
+    weighted_P = weight_P * x_P
+    xx, yy, xy = float(weighted_P @ x_P), float((weight_P * y_P) @ y_P), float(weighted_P @ y_P)
+    if yy == 0.0:
+        return float("nan")
+    return xy / (xx * yy) ** 0.5 if xx > 0.0 else 0.0
+
+
+def _spearman_influence(similarities: RankedValues, grades: RankedValues) -> NDArray[np.float64]:
+    count = len(grades.values_P)
+    once_P = np.ones(count)
+    value = spearman(similarities, grades, once_P)
+    # f and g are the shares of pairs below, 1/2 in the mean: the correlation is cov(f, g) / sqrt(var(f) var(g)).
+    f_P, g_P = similarities.below(once_P) / count, grades.below(once_P) / count
+    f_variance, g_variance = float((f_P * f_P).mean()) - 0.25, float((g_P * g_P).mean()) - 0.25
+    if f_variance <= 0.0:
+        return np.zeros(count)
+    # More weight on a pair acts twice: its own product counts more, and the ranks of all pairs above it rise. Of a
+    # product of shares such as f g, the second part is the mean of g over the pairs above in f, and the reverse.
+    covariance_P = f_P * g_P + similarities.above(g_P) / count + grades.above(f_P) / count - 3 * (f_P * g_P).mean()
+    f_variance_P = f_P**2 + 2 * similarities.above(f_P) / count - 3 * (f_P**2).mean()
+    g_variance_P = g_P**2 + 2 * grades.above(g_P) / count - 3 * (g_P**2).mean()
+    variances_P = f_variance_P / f_variance + g_variance_P / g_variance
+    influence_P: NDArray[np.float64] = covariance_P / np.sqrt(f_variance * g_variance) - value / 2 * variances_P
+    return influence_P
+
+
+def average_precision(similarities: RankedValues, truths: RankedValues, weight_P: NDArray[np.float64]) -> float:
+    """Return the mean precision at each true pair, pairs of equal similarity taken together; NaN without a true one."""
+    true_V, all_V = (similarities.sums(weights)[::-1] for weights in (weight_P * truths.values_P, weight_P))
+    true_so_far_V, all_so_far_V = np.cumsum(true_V), np.cumsum(all_V)  # at least as similar
+    if true_so_far_V[-1] == 0.0:
+        return float("nan")
+    # A draw may leave out the most similar values, where nothing has been seen yet: 0 / 1 there instead of 0 / 0.
+    return float(np.sum(true_V * true_so_far_V / np.maximum(all_so_far_V, 1.0)) / true_so_far_V[-1])
+
+
+def _average_precision_influence(similarities: RankedValues, truths: RankedValues) -> NDArray[np.float64]:
+    truth_P = truths.values_P
+    once_P = np.ones(len(truth_P))
+    value = average_precision(similarities, truths, once_P)
+    true_V = similarities.sums(truth_P)
+    seen_V = np.cumsum(similarities.sums(once_P)[::-1])[::-1]  # at least as similar
+    precision_V = np.cumsum(true_V[::-1])[::-1] / seen_V
+    # A further pair is seen at every true pair that is no more similar, and counts as a find there where it is true.
+    share_V = true_V / true_V.sum() / seen_V * len(truth_P)
+    found_P = truth_P * similarities.spread(np.cumsum(share_V))
+    seen_P = similarities.spread(np.cumsum(share_V * precision_V))
+    # A true one adds its own precision to the mean besides.
+    own_P = truth_P * (similarities.spread(precision_V) - value) / truth_P.mean()
+    influence_P: NDArray[np.float64] = own_P + found_P - seen_P
+    return influence_P
+
+
+def roc_auc(similarities: RankedValues, truths: RankedValues, weight_P: NDArray[np.float64]) -> float:
+    """Return how often a true pair is more similar than one that isn't, equal ones half; NaN without one of each."""
+    true_P = weight_P * truths.values_P
+    num_true = float(true_P.sum())
+    num_false = float(weight_P.sum()) - num_true
+    if num_true == 0.0 or num_false == 0.0:
+        return float("nan")
+    # Mann and Whitney's U: the true pairs' ranks, less those that they would have among themselves.
+    wins = float(np.sum(true_P * similarities.below(weight_P))) - num_true * num_true / 2.0
+    return wins / (num_true * num_false)
+
+
+def _roc_auc_influence(similarities: RankedValues, truths: RankedValues) -> NDArray[np.float64]:
+    truth_P, count = truths.values_P, len(truths.values_P)
+    value, share = roc_auc(similarities, truths, np.ones(count)), float(truth_P.mean())
+    false_below_P = similarities.below(1 - truth_P) / count / (1 - share)
+    true_above_P = similarities.above(truth_P) / count / share
+    influence_P: NDArray[np.float64] = truth_P * (false_below_P - value) / share
+    return influence_P + (1 - truth_P) * (true_above_P - value) / (1 - share)
+
+
+PAIR_MEASURES: dict[PairKind, dict[str, PairMeasure]] = {
+    "grade": {"spearman": PairMeasure(spearman, _spearman_influence)},
+    "pair": {
+        "average precision": PairMeasure(average_precision, _average_precision_influence),
+        "ROC AUC": PairMeasure(roc_auc, _roc_auc_influence),
+    },
+}
+"""Kind of the labels -> the measures by name; the first decides."""
+
+
+def pair_values_by_query(
+    value: float, influence_P: NDArray[np.float64], query_P: NDArray[np.int64], num_queries: int
+) -> NDArray[np.float64]:
+    """Return the part of each query in a measure over pairs (Q,): their mean is the value."""
+    sums_Q = np.bincount(query_P, influence_P, minlength=num_queries)
+    values_Q: NDArray[np.float64] = value + sums_Q * num_queries / len(query_P)
+    return values_Q

@@ -39,7 +39,7 @@ Encode = TypeVar("Encode", bound="Callable[..., Any]")
 EXTRA = "mteb"
 UNSET = ("license", "open_weights", "public_training_code", "public_training_data", "release_date", "languages")
 UNKNOWN = dict.fromkeys((*UNSET, "memory_usage_mb", "training_datasets"))
-"""What a model's files don't say."""
+"""Fields of MTEB's card that a model's files don't tell."""
 
 MODALITIES: Mapping[Modality, tuple[str, ...]] = {
     "text": ("text",),
@@ -49,7 +49,7 @@ MODALITIES: Mapping[Modality, tuple[str, ...]] = {
 
 
 class TaskScore(NamedTuple):
-    """What MTEB says of one model on one of its tasks."""
+    """MTEB's score of one model on one of its tasks."""
 
     task: str
     measure: str  # the task's main one, as we write it: "ndcg@10"
@@ -61,9 +61,11 @@ def taken_by_mteb(encode: Encode) -> Encode:
 
     @functools.wraps(encode)
     def either(model: EmbeddingModel, *given: Any, **named: Any) -> Any:
+        # MTEB calls encode with batches and keywords of its own; everybody else gives rows and a side.
         if "task_metadata" not in named:
             return encode(model, *given, **named)
         (batches,) = given  # columns `text`, `image` or both
+        # MTEB names a side in retrieval alone; elsewhere texts are alike and count as queries.
         side = "document" if named.get("prompt_type") == "document" else "query"
         parts = [encode(model, rows, side, batch_size=named["batch_size"]) for rows in _slices(batches, model)]
         return np.concatenate(parts) if parts else np.zeros((0, model.dimension), dtype=np.float32)
@@ -74,6 +76,7 @@ def taken_by_mteb(encode: Encode) -> Encode:
 def _slices(batches: Iterable[Mapping[str, Any]], model: EmbeddingModel) -> Iterator[list[ItemInput]]:
     """Yield many texts, which are sorted by length together, or as many pictures as may stand in memory."""
     rows: list[ItemInput] = []
+    # MTEB's batches are small; ours are gathered up, so that texts of like length are padded together.
     for batch in batches:
         texts, pictures = batch.get("text"), batch.get("image")
         if pictures is None and texts is None:
@@ -105,13 +108,13 @@ def model_meta(model: EmbeddingModel, encoder: Encoder) -> Any:
         "loader": None,
         "name": _name(model.name),
         "revision": _revision(model, encoder),
-        "n_parameters": sum(each.numel() for each in encoder.parameters()),
+        "n_parameters": sum(parameter.numel() for parameter in encoder.parameters()),
         "max_tokens": model.max_length,
         "embed_dim": model.dimension,
         "similarity_fn_name": str(model.similarity),
         "use_instructions": any(model.prompts.values()),
         "framework": ["PyTorch"],
-        "modalities": sorted({each for taken in model.takes for each in MODALITIES[taken]}, reverse=True),
+        "modalities": sorted({name for taken in model.takes for name in MODALITIES[taken]}, reverse=True),
     }
     return meta(**known, **UNKNOWN)
 
@@ -126,6 +129,7 @@ def _name(name: str) -> str:
 
 def _revision(model: EmbeddingModel, encoder: Encoder) -> str:
     """Return a hash of everything that the vectors depend on."""
+    # The device changes the last bits alone, and results should survive a move to another machine.
     options = {key: value for key, value in model.options.items() if key != "device" and value is not None}
     features = {name: features_digest(encoder, items, side) for name, items, side in sample_kinds(encoder)}
     return digest([model_key(encoder), encoder.similarity, features, options])[:16]
@@ -140,24 +144,22 @@ def find_tasks(names: Sequence[str]) -> list[Any]:
     mteb = import_extra("mteb", EXTRA, "--mteb")
     tasks: dict[str, Any] = {}
     for name in names:
-        for task in _named(mteb, name):
-            tasks.setdefault(task.metadata.name, task)
+        try:
+            named = list(mteb.get_benchmark(name).tasks)
+        except KeyError:
+            named = [_task_named(mteb, name)]
+        for task in named:
+            tasks.setdefault(task.metadata.name, task)  # a task may be part of several benchmarks
     return list(tasks.values())
-
-
-def _named(mteb: Any, name: str) -> list[Any]:
-    try:
-        return list(mteb.get_benchmark(name).tasks)
-    except KeyError:
-        return [_task_named(mteb, name)]
 
 
 def _task_named(mteb: Any, name: str) -> Any:
     try:
         return mteb.get_task(name)
     except KeyError as error:
-        known = [*(each.name for each in mteb.get_benchmarks()), *(each.metadata.name for each in mteb.get_tasks())]
-        lower = {each.lower(): each for each in reversed(known)}
+        benchmarks, tasks = mteb.get_benchmarks(), mteb.get_tasks()
+        known = [*(benchmark.name for benchmark in benchmarks), *(task.metadata.name for task in tasks)]
+        lower = {entry.lower(): entry for entry in reversed(known)}  # of equal names the benchmark stays
         near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.0)[0]
         raise ConfigError(
             f"--mteb: MTEB has no benchmark or task {name!r}; did you mean {lower[near]!r}? `mteb available-tasks` and "
@@ -181,6 +183,7 @@ def run_tasks(model: EmbeddingModel, tasks: Iterable[Any], output: Path, *, batc
     mteb = import_extra("mteb", EXTRA, "--mteb")
     cache = mteb.ResultCache(cache_path=output)
     taken = set(model.mteb_model_meta.modalities)
+    # One task at a time: its score is printed and its file written before the next one begins.
     for task in tasks:
         name, path, needed = task.metadata.name, task.metadata.dataset["path"], task.metadata.modalities
         if not taken.intersection(needed):
@@ -189,7 +192,7 @@ def run_tasks(model: EmbeddingModel, tasks: Iterable[Any], output: Path, *, batc
                 f"{modality_words(model.takes)}; leave one of them out"
             )
         try:
-            found = mteb.evaluate(
+            results = mteb.evaluate(
                 model,
                 task,
                 cache=cache,
@@ -206,7 +209,7 @@ def run_tasks(model: EmbeddingModel, tasks: Iterable[Any], output: Path, *, batc
             raise DataError(
                 f"{name}: the hub has no data set {path!r}, or it is private or gated: log in with `hf auth login`"
             ) from error
-        (result,) = found.task_results
+        (result,) = results.task_results
         yield TaskScore(name, task.metadata.main_score.replace("_at_", "@"), float(result.get_score()))
 
 

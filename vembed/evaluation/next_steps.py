@@ -28,12 +28,12 @@ def next_commands(run: Path, config: Mapping[str, Any]) -> list[str]:
     if config["trust_remote_code"]:
         return []  # each would need the commit whose code the user has read
     vembed = f"vembed --plugins {shlex.quote(','.join(config['plugins']))}" if config["plugins"] else "vembed"
-    judged = "test" if config["test_data_path"] else "val"
-    sets, split = listed(config[f"{judged}_data_path"]), config[f"{judged}_data_split"]
+    decides = "test" if config["test_data_path"] else "val"
+    sets, split = listed(config[f"{decides}_data_path"]), config[f"{decides}_data_split"]
     commands = []
     if other := _run_before(run, config):
         commands.append(f"{vembed} compare {shlex.join([str(other), str(run), '--output', f'{run}-comparison'])}")
-    if sets and not config["column_mapping"]:
+    if sets and not config["column_mapping"]:  # `vembed evaluate` takes no mapping
         reading = {"--split": split, "--image-root": config["image_root"], "--label-kind": config["label_kind"]}
         options = [word for name, value in reading.items() if value not in (None, "auto") for word in (name, value)]
         words = [f"{run}/model", "--data", *sets, *options, "--output", f"{run}-evaluation"]
@@ -54,19 +54,20 @@ def _run_before(run: Path, config: Mapping[str, Any]) -> Path | None:
 
 
 def _judges_alike(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether a run's verdict is on the set that a configuration names, or on rows held out of the same data."""
+    """Return True where a run's verdict is on the set of a configuration, or on rows held out of the same data."""
     try:
         other = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return False
     if not isinstance(other, dict):
         return False
+    # The first of these that is set decides. Those before it must be empty in both: the other run was judged by them.
     keys = ["test_data_path", "val_data_path", "data_path", "data"]
     decides = next(key for key in keys if config[key] or key == "data")
     return all(other.get(key) == config[key] for key in keys[: keys.index(decides) + 1])
 
 
 def _is_corpus(path: str) -> bool:
-    """Return whether `vembed encode` takes a set of the run as a corpus: rows of pairs have other columns."""
+    """Return True where `vembed encode` takes a set of the run as a corpus: rows of pairs have other columns."""
     is_named = path.startswith(BUILTIN_PREFIX) or preset_path(path) is not None
     return is_named or any((Path(path) / name).is_file() for name in CORPUS_FILES)

@@ -31,7 +31,7 @@ Key: TypeAlias = "dict[str, Any]"
 """Parts by name; JSON can hold it."""
 
 RANKING_RULES = 2
-"""Counts the changes of evaluation/run.py that rank other documents; results of older rules are done again."""
+"""Counts the changes of evaluation/evaluate.py that rank other documents; results of older rules are done again."""
 
 SAMPLE_TEXTS = 64
 """Texts that are tokenized to see whether the tokenizer is the same: a changed one shows within a few."""

@@ -6,9 +6,8 @@ import logging
 import traceback
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
-from vembed.evaluation.card.gather import gather_run, read_report
-from vembed.evaluation.card.render import CARD_FILE, render_card
+from vembed.evaluation.card import CARD_FILE, render_card
+from vembed.evaluation.card_facts import CardFacts, gather_run, model_facts, read_report, written_with
 from vembed.files import replace_text, share_permissions
 from vembed.models.exportable import writable_forms
 

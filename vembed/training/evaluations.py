@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError, NonFiniteError
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
-from vembed.evaluation.directions import Directions, encode_directions, search_directions
-from vembed.evaluation.evaluator import EvaluationOptions
+from vembed.evaluation.evaluate import Directions, EvaluationOptions, encode_directions, search_directions
+from vembed.evaluation.judge import SetOutcome
 from vembed.evaluation.report.vectors import build_geometry
-from vembed.evaluation.sets import SetOutcome
-from vembed.evaluation.store import read_evaluation, write_evaluation
+from vembed.evaluation.results import read_evaluation, write_evaluation
 from vembed.redact import redact
 from vembed.text import plural
 from vembed.training.progress import LABEL_COLUMNS
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
     from vembed.data.overlap import Overlap
     from vembed.data.run_data import FurtherSet
     from vembed.evaluation.encode import ItemEncoder
+    from vembed.evaluation.judge import SetRole
     from vembed.evaluation.keys import Bm25Language
-    from vembed.evaluation.result import EvaluationResult
-    from vembed.evaluation.sets import SetRole
+    from vembed.evaluation.results import EvaluationResult
 
 _log = logging.getLogger(__name__)
 

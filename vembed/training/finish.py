@@ -17,11 +17,10 @@ from vembed.batch import ImageLimits
 from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
 from vembed.evaluation.diagnosis import diagnose, diagnosis_lines, performance, setup_of
-from vembed.evaluation.directions import Directions, recall_sums
+from vembed.evaluation.evaluate import Directions, recall_sums
+from vembed.evaluation.judge import Verdict, caveats, headline, overall, verdict, worse_than_untrained
 from vembed.evaluation.next_steps import next_commands
 from vembed.evaluation.report.run_report import Reverse, RunReport
-from vembed.evaluation.sets import caveats, headline, overall, worse_than_untrained
-from vembed.evaluation.significance import Verdict, verdict
 from vembed.files import new_folder, share_permissions
 from vembed.models.adapters import has_adapters, merge_adapters, narrowed_bytes, save_trained
 from vembed.plan.devices import cpu_cores
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from vembed.evaluation.result import EvaluationResult
-    from vembed.evaluation.sets import SetOutcome
+    from vembed.evaluation.judge import SetOutcome
+    from vembed.evaluation.results import EvaluationResult
     from vembed.models.encoder import Encoder
     from vembed.training.run import Run
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vembed.distributed.ranks import Ranks
-    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.results import EvaluationResult
     from vembed.gradcache.engine import StepResult
     from vembed.training.batches import Batches, PreparedBatch
     from vembed.training.run import Run

@@ -414,9 +414,9 @@ def track_start(trackers: list[Tracker], step: int, *, plan: str) -> None:
 def track_end(run: Run, result: RunResult) -> None:
     """Tell the trackers the results of the run, and give them its files, and the model where the user wants that."""
     from vembed.batch import ImageLimits
+    from vembed.evaluation.judge import headline
     from vembed.evaluation.metrics import HEADLINE
     from vembed.evaluation.report.examples import choose_examples
-    from vembed.evaluation.sets import headline
 
     if not run.trackers:
         return

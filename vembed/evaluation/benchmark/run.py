@@ -38,12 +38,11 @@ from vembed.evaluation.benchmark.variants import REFERENCE, check_model, check_s
 from vembed.evaluation.benchmark.vectors import ItemList, SharedVectors, SideVectors
 from vembed.evaluation.bm25 import K1, B, evaluate_bm25, why_no_bm25
 from vembed.evaluation.bm25 import SYSTEM as BM25
-from vembed.evaluation.directions import asking_rows, sides_agree
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
-from vembed.evaluation.evaluator import EXACT, add_hits, approximate_note
-from vembed.evaluation.metrics import DEFAULT_KS, tie_ranks
+from vembed.evaluation.evaluate import EXACT, RunBuilder, add_hits, asking_rows, sides_agree
+from vembed.evaluation.metrics import DEFAULT_DEPTH, DEFAULT_KS, tie_ranks
 from vembed.evaluation.provenance import digest, model_key, task_key, vectors_key
-from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
+from vembed.evaluation.results import approximate_note
 from vembed.models.load import load_encoder
 from vembed.redact import redact
 
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.encode import Vectors
     from vembed.evaluation.keys import Bm25Language
     from vembed.evaluation.provenance import Key
-    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.results import EvaluationResult
     from vembed.models.encoder import Encoder
     from vembed.models.keys import ModelKeys
     from vembed.vectors.store import Totals

@@ -19,7 +19,7 @@ import numpy as np
 
 from vembed.batch import Ragged
 from vembed.evaluation.encode import rows_of
-from vembed.evaluation.evaluator import EXACT
+from vembed.evaluation.evaluate import EXACT
 from vembed.evaluation.index import ExactIndex, build_index
 from vembed.evaluation.maxsim import search_maxsim
 from vembed.evaluation.quantized import quantized_index, rescore, search_quantized

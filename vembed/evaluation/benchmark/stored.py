@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.errors import DataError, MachineError
 from vembed.evaluation.provenance import changed_parts
-from vembed.evaluation.store import RECORD_FILE, finish_evaluation, read_evaluation, write_evaluation
+from vembed.evaluation.results import RECORD_FILE, finish_evaluation, read_evaluation, write_evaluation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.evaluation.provenance import Key
-    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.results import EvaluationResult
 
 VECTORS_FOLDER = "vectors"
 VARIANTS_FOLDER = "variants"

@@ -19,10 +19,10 @@ from vembed.data.keys import DataKeys, listed
 from vembed.data.read import read
 from vembed.data.run_data import content_hash, load_run_data
 from vembed.errors import ConfigError, VembedError
+from vembed.evaluation.judge import compare, holm, judged, mean_interval, mean_verdict, paired_p_value
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.report.comparison import MetricRow, difference_text, verdict_decimals
 from vembed.evaluation.report.examples import Example, example_of, paired_values, picture_captions
-from vembed.evaluation.significance import compare, holm, judged, mean_interval, mean_verdict, paired_p_value
 from vembed.pages.html import notebook_frame
 from vembed.pages.text import one_line, p_text, signed_text
 from vembed.redact import redact
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from vembed.evaluation.result import EvaluationResult
-    from vembed.evaluation.significance import Verdict
+    from vembed.evaluation.judge import Verdict
+    from vembed.evaluation.results import EvaluationResult
     from vembed.workflows.comparison.runs import SetResult
 
 LEVEL = 0.05

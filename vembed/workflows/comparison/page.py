@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vembed.evaluation.judge import CONFIDENCE
 from vembed.evaluation.report.comparison import difference_cell, largest_bound, mean_cell, reading_cell
 from vembed.evaluation.report.curves import STEP_CURVES, dev_curve, sparkline, step_curve, thinned_rows
 from vembed.evaluation.report.examples import pictures_of, text_of
 from vembed.evaluation.report.speed import seconds_text
-from vembed.evaluation.significance import CONFIDENCE
 from vembed.pages.charts import (
     SERIES_COLOURS,
     SERIES_MARKERS,
@@ -72,8 +72,8 @@ if TYPE_CHECKING:
 
     from markupsafe import Markup
 
+    from vembed.evaluation.judge import VerdictWord
     from vembed.evaluation.report.curves import Curve
-    from vembed.evaluation.significance import VerdictWord
     from vembed.pages.page import Block
     from vembed.workflows.comparison.compare import Change, Line, PairWord, RunComparison, SetTable
     from vembed.workflows.comparison.runs import Cost, Difference, Run

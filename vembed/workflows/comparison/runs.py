@@ -12,7 +12,7 @@ import yaml
 from vembed.errors import ConfigError, DataError
 from vembed.evaluation.report.run_report import SCHEMA_VERSION
 from vembed.evaluation.report.speed import rate, settled_rows
-from vembed.evaluation.store import METRICS_FILE, read_evaluation
+from vembed.evaluation.results import METRICS_FILE, read_evaluation
 from vembed.files import home_path, is_file, is_folder
 from vembed.json_text import fit, read_object
 from vembed.models.names import MODEL_FOLDER, is_run, nearest_folder
@@ -24,8 +24,8 @@ from vembed.training.trackers import read_rows
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vembed.evaluation.result import EvaluationResult
-    from vembed.evaluation.sets import SetRole
+    from vembed.evaluation.judge import SetRole
+    from vembed.evaluation.results import EvaluationResult
 
 SEEDS_FILE = "seeds.json"
 """Marks a folder that holds a run for each of several seeds."""

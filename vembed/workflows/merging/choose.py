@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.stored import Stored, read_stored, write_stored
-from vembed.evaluation.evaluator import EvaluationOptions, evaluate
+from vembed.evaluation.evaluate import EvaluationOptions, evaluate
+from vembed.evaluation.judge import compare, guard_verdict
 from vembed.evaluation.provenance import task_key
-from vembed.evaluation.significance import compare, guard_verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from vembed.data.judged import RetrievalData
     from vembed.evaluation.encode import ItemEncoder
-    from vembed.evaluation.result import EvaluationResult
-    from vembed.evaluation.significance import Comparison
+    from vembed.evaluation.judge import Comparison
+    from vembed.evaluation.results import EvaluationResult
     from vembed.workflows.merging.weights import Method, Mixture
 
 MOST_POINTS = 200

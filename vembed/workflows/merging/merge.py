@@ -14,9 +14,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import vembed
-from vembed.data.read import read
-from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
-from vembed.evaluation.card.render import CARD_FILE, render_card
+from vembed.evaluation.card import CARD_FILE, render_card
+from vembed.evaluation.card_facts import CardFacts, model_facts, written_with
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.evaluation.provenance import digest, model_key
 from vembed.models.export import ExportRequest, stored_dtype, write_encoder

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from markupsafe import Markup
 
-    from vembed.evaluation.significance import Comparison
+    from vembed.evaluation.judge import Comparison
     from vembed.workflows.merging.choose import Choice, Point
 
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it

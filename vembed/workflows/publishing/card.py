@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 
 from vembed.config.load import file_values
 from vembed.errors import ConfigError, DataError
-from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
-from vembed.evaluation.card.front_matter import check_languages, check_license
-from vembed.evaluation.card.gather import gather_run, read_report
-from vembed.evaluation.card.names import public_name
-from vembed.evaluation.card.render import CARD_FILE, render_card
+from vembed.evaluation.card import CARD_FILE, check_languages, check_license, render_card
+from vembed.evaluation.card_facts import CardFacts, gather_run, model_facts, public_name, read_report, written_with
 from vembed.files import is_folder
 from vembed.redact import redact, redact_value
 from vembed.registry import import_plugins
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from vembed.evaluation.card.facts import RunFacts
+    from vembed.evaluation.card_facts import RunFacts
     from vembed.evaluation.keys import CardKeys
     from vembed.models.encoder import Encoder
     from vembed.models.exportable import Form

@@ -26,7 +26,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from vembed.errors import ConfigError, MachineError
-from vembed.evaluation.card.render import CARD_FILE
+from vembed.evaluation.card import CARD_FILE
 from vembed.files import is_folder
 from vembed.models.composed import IMAGE, PROJECTIONS_FILE, TEXT
 from vembed.models.export import SERVE_FILE, ExportRequest, export_model

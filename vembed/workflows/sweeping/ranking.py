@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from vembed.errors import DataError
-from vembed.evaluation.significance import CONFIDENCE, compare
+from vembed.evaluation.judge import CONFIDENCE, compare
 from vembed.workflows.sweeping.trials import best_of, dev_metric, dev_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vembed.evaluation.significance import Comparison
+    from vembed.evaluation.judge import Comparison
     from vembed.workflows.sweeping.trials import Outcome
 
 Word: TypeAlias = str

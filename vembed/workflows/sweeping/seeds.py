@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.config.record import dump_config
 from vembed.errors import ConfigError, DataError, MachineError
-from vembed.evaluation.seeds import seeds_verdict
-from vembed.evaluation.significance import verdict
-from vembed.evaluation.store import read_evaluation
+from vembed.evaluation.judge import seeds_verdict, verdict
+from vembed.evaluation.results import read_evaluation
 from vembed.files import new_folder, replace_text
 from vembed.models.names import MODEL_FOLDER
 from vembed.pages.charts import BETTER, INK, LARGE_INCHES, SERIES, chart_axes, inline_svg
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
     from vembed.config.schema import Config
-    from vembed.evaluation.result import EvaluationResult
-    from vembed.evaluation.seeds import SeedsVerdict
-    from vembed.evaluation.significance import Comparison
+    from vembed.evaluation.judge import Comparison, SeedsVerdict
+    from vembed.evaluation.results import EvaluationResult
     from vembed.workflows.sweeping.trials import Outcome, Runner
 
 NAME = "seeds"

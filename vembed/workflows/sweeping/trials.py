@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vembed.config.names import targets
 from vembed.errors import DataError, MachineError, VembedError
-from vembed.evaluation.significance import query_values
-from vembed.evaluation.store import read_evaluation
+from vembed.evaluation.judge import query_values
+from vembed.evaluation.results import read_evaluation
 from vembed.files import replace_text
 from vembed.json_text import fit, read_object
 from vembed.redact import redact
@@ -28,7 +28,7 @@ from vembed.text import show_duration
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.results import EvaluationResult
     from vembed.workflows.sweeping.space import Choice
 
 OUTCOME_FILE = "outcome.json"

@@ -1,4 +1,4 @@
-"""Write an evaluation as three files that people and other tools read, and read it back exactly.
+"""The result of an evaluation: the one type between metrics, verdict and report, and its three files on disk.
 
     metrics.json     task, system, metrics, counts, notes, seconds
     per_query.json   metric -> query id -> value
@@ -16,26 +16,28 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 from vembed.errors import DataError, MachineError
-from vembed.evaluation.result import EvaluationResult
 from vembed.files import clean_beside, new_folder
 from vembed.json_text import fit, parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
 METRICS_FILE = "metrics.json"
 PER_QUERY_FILE = "per_query.json"
 RUN_FILE = "run.trec"
 RECORD_FILE = "benchmark.json"
-"""What `vembed evaluate` adds: what the evaluation was made of."""
+"""File of `vembed evaluate` beside the three: what the evaluation was made of."""
 
 _OWN_FILES = frozenset((METRICS_FILE, PER_QUERY_FILE, RUN_FILE, RECORD_FILE))
 
+# White space and control characters would end a column; a "%" that looks like an escape would be decoded as one.
 _UNSAFE = re.compile(r"[\s\x00-\x1f\x7f-\x9f]|%(?=[0-9A-Fa-f]{2})")
 
 _SHAPES: Final[dict[str, Any]] = {
@@ -49,7 +51,47 @@ _SHAPES: Final[dict[str, Any]] = {
     "notes": list[str],
     "seconds": float,
 }
-"""Key of metrics.json -> what it holds."""
+"""Key of metrics.json -> type of its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """The retrieval quality of one model (or BM25) on one task."""
+
+    task: str  # name of the task, for people
+    system: str  # a model's name, or "BM25"
+    metrics: Mapping[str, float]  # mean over the judged queries, e.g. {"ndcg@10": 0.645, "recall@10": 0.783}
+    per_query: Mapping[str, Mapping[str, float]] = field(repr=False)  # metric -> query id -> value, the same queries
+    # query id -> (document id, score), best first; ties in the order that trec_eval gives them
+    run: Mapping[str, Sequence[tuple[str, float]]] = field(repr=False)
+    num_queries: int  # judged queries that the means are over
+    num_documents: int  # documents searched
+    notes: Sequence[str] = ()  # left out or clipped, one sentence each ("3 queries have no relevant document ...")
+    seconds: float = 0.0  # wall time of encoding and searching
+
+    def without(self, queries: Collection[str]) -> EvaluationResult:
+        """Return the result on the other queries; the means of graded pairs are then true to first order."""
+        per_query = {
+            metric: {query: value for query, value in values.items() if query not in queries}
+            for metric, values in self.per_query.items()
+        }
+        left = next(iter(per_query.values()), {})
+        return replace(
+            self,
+            metrics={metric: fmean(values.values()) for metric, values in per_query.items() if values},
+            per_query=per_query,
+            run={query: hits for query, hits in self.run.items() if query in left},
+            num_queries=len(left),
+        )
+
+    def deciding(self, metric: str) -> str:
+        """Return the metric that decides here: the given one, or the first of a set that is measured otherwise."""
+        return metric if metric in self.metrics else next(iter(self.metrics))
+
+
+def approximate_note(factory: str) -> str:
+    """Return the note of a search that may miss documents."""
+    return f'Searched with the FAISS index "{factory}", which may miss documents.'
 
 
 def write_evaluation(
@@ -67,14 +109,29 @@ def write_evaluation(
         MachineError: The folder holds something that isn't an evaluation, or can't be written.
         ValueError: An id is empty, or a metric is NaN or infinite.
     """
+    # The last two keys let a reader notice a run.trec that is cut short, and know the queries that it can't name.
+    summary = {
+        "task": result.task,
+        "system": result.system,
+        "metrics": dict(result.metrics),
+        "num_queries": result.num_queries,
+        "num_documents": result.num_documents,
+        "notes": list(result.notes),
+        "seconds": result.seconds,
+        "num_hits": sum(len(hits) for hits in result.run.values()),
+        "queries_without_hits": [query_id for query_id, hits in result.run.items() if not hits],
+    }
     files = {
-        METRICS_FILE: _metrics_text(result),
+        METRICS_FILE: _json_text(summary),
         PER_QUERY_FILE: _json_text(result.per_query),
         RUN_FILE: "".join(_run_lines(result)),
         **(extra or {}),
     }
     try:
-        _refuse_other_files(folder, kept)
+        # A slip in --output must not cost a user's files: only an evaluation is replaced.
+        holds_others = folder.exists() and any(path.name not in kept for path in folder.iterdir())
+        if holds_others and not (folder / METRICS_FILE).is_file():
+            raise FileExistsError(f"it holds other files and no {METRICS_FILE}")
         with new_folder(folder, keeps=lambda name: name not in {*_OWN_FILES, *files}) as temporary:
             for name, text in files.items():
                 (temporary / name).write_text(text, encoding="utf-8")
@@ -105,6 +162,7 @@ def read_evaluation(folder: Path) -> EvaluationResult:
         for name, kind in _SHAPES.items():
             fit(kind, summary[name], where=name)
         fit(dict[str, dict[str, float]], per_query, where=PER_QUERY_FILE)
+        # The order of queries is that of run.trec; those without a hit have no line there and follow.
         run = _read_run(folder / RUN_FILE, num_hits=summary["num_hits"])
         run |= dict.fromkeys(summary["queries_without_hits"], ())
         return EvaluationResult(
@@ -124,23 +182,6 @@ def read_evaluation(folder: Path) -> EvaluationResult:
         raise DataError(f"{folder / METRICS_FILE}: {error}; evaluate again to write it.") from error
 
 
-def _metrics_text(result: EvaluationResult) -> str:
-    """Return metrics.json: everything but the per-query values and the hits."""
-    return _json_text(
-        {
-            "task": result.task,
-            "system": result.system,
-            "metrics": dict(result.metrics),
-            "num_queries": result.num_queries,
-            "num_documents": result.num_documents,
-            "notes": list(result.notes),
-            "seconds": result.seconds,
-            "num_hits": sum(len(hits) for hits in result.run.values()),
-            "queries_without_hits": [query_id for query_id, hits in result.run.items() if not hits],
-        }
-    )
-
-
 def _json_text(value: object) -> str:
     """Return JSON that any reader takes: no NaN, real characters, one key on a line."""
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -151,6 +192,7 @@ def _run_lines(result: EvaluationResult) -> Iterator[str]:
     system = _encode_id(result.system)
     for query_id, hits in result.run.items():
         for rank, (document_id, score) in enumerate(hits, start=1):
+            # repr has as many digits as float() needs to give the same bits back.
             yield f"{_encode_id(query_id)} Q0 {_encode_id(document_id)} {rank} {float(score)!r} {system}\n"
 
 
@@ -159,13 +201,6 @@ def _encode_id(name: str) -> str:
     if not name:
         raise ValueError("an empty id or system name can't stand in a TREC file; give it a name.")
     return _UNSAFE.sub(lambda match: "".join(f"%{byte:02X}" for byte in match.group().encode()), name)
-
-
-def _refuse_other_files(folder: Path, kept: Collection[str]) -> None:
-    """Refuse to replace what isn't an evaluation."""
-    holds_others = folder.exists() and any(path.name not in kept for path in folder.iterdir())
-    if holds_others and not (folder / METRICS_FILE).is_file():
-        raise FileExistsError(f"it holds other files and no {METRICS_FILE}")
 
 
 def _read_text(path: Path) -> str:

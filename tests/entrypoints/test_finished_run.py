@@ -18,13 +18,13 @@ import vembed.__main__
 import vembed.evaluation.report.run_report
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
-from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.registry import TRACKERS
 from vembed.training.trackers import Tracker
+from vembed.vectors.encode import ItemEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,17 +14,16 @@ import torch
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.benchmark.names import model_labels, set_labels, unique_folders
-from vembed.evaluation.benchmark.stored import Cost, Stored, read_stored, write_stored
+from vembed.evaluation.benchmark.stored import Cost, Stored, read_stored, task_key, write_stored
 from vembed.evaluation.benchmark.vectors import ItemList
-from vembed.evaluation.provenance import (
+from vembed.evaluation.result import EvaluationResult
+from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.vectors.provenance import (
     changed_parts,
     items_digest,
     model_key,
-    task_key,
     vectors_key,
 )
-from vembed.evaluation.result import EvaluationResult
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 
 KEY = {"weights": "a", "texts": "b"}
 RESULT = EvaluationResult(

@@ -15,9 +15,7 @@ from torch import Tensor
 from vembed.data.retrieval import RetrievalData
 from vembed.distributed.ranks import Ranks
 from vembed.errors import PreemptedError
-from vembed.evaluation import encode as encode_module
 from vembed.evaluation.directions import Directions, encode_directions, search_directions
-from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EvaluationOptions
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.encoder import Encoder
@@ -25,6 +23,8 @@ from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.profile.live import LiveBytes
+from vembed.vectors import encode as encode_module
+from vembed.vectors.encode import ItemEncoder
 
 CPU = torch.device("cpu")
 OPTIONS = EvaluationOptions(system="bag")

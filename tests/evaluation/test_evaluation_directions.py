@@ -18,12 +18,12 @@ from vembed.evaluation.directions import (
     search_directions,
     sides_agree,
 )
-from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.significance import RSUM_METRICS, recall_sum, sum_interval
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.vectors.encode import ItemEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,9 +10,10 @@ import pytest
 
 from vembed.batch import Ragged
 from vembed.data.retrieval import RetrievalData
+from vembed.evaluation.benchmark.stored import task_key
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
-from vembed.evaluation.provenance import changed_parts, task_key
 from vembed.evaluation.run import RunBuilder
+from vembed.vectors.provenance import changed_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.data.table import LoadedRecords
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.mining.task import MiningTask
+    from vembed.vectors.encode import ItemEncoder
     from vembed.vectors.keys import MiningKeys
 
 WORDS = [

@@ -17,7 +17,6 @@ from vembed.batch import Image, content_id
 from vembed.data.table_writer import RecordWriter
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, DataError, MachineError
-from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.mining import mine as mine_module
 from vembed.mining import teacher as teacher_module
@@ -26,6 +25,7 @@ from vembed.mining.task import MiningTask, corpus_items
 from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.vectors import store as store_module
+from vembed.vectors.encode import ItemEncoder
 from vembed.vectors.keys import MiningKeys
 
 if TYPE_CHECKING:

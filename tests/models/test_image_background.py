@@ -16,13 +16,13 @@ import vembed
 from vembed.batch import Augmentation, Image, ImageLimits
 from vembed.data.images import decode_image
 from vembed.errors import ConfigError
-from vembed.evaluation.provenance import model_key
 from vembed.models.adapters.trained import save_trained
 from vembed.models.export.write import ExportRequest, export_model
 from vembed.models.files import PICTURES_FILE
 from vembed.models.keys import ModelKeys
 from vembed.models.pictures import normalised
 from vembed.models.tiny_clip import TinyClip
+from vembed.vectors.provenance import model_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

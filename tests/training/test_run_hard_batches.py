@@ -16,8 +16,8 @@ import vembed
 from vembed.data.clusters import whole_numbers
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import ConfigError
-from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.models.ngram_bag import NgramBag
+from vembed.vectors.encode import ItemEncoder, encoding_budget
 from vembed.vectors.hard_vectors import HardVectors
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
-from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure, ContrastiveLoss
@@ -33,6 +32,7 @@ from vembed.plan.devices import Devices
 from vembed.training.batches import BatchSource
 from vembed.vectors import store as vector_store
 from vembed.vectors import teacher as teaching
+from vembed.vectors.encode import ItemEncoder
 from vembed.vectors.items import distinct_items
 from vembed.vectors.teacher import Answers, Asking, PairTeacher, Teacher, TeacherUse, find_teacher
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from vembed.data.keys import LabelKind
     from vembed.data.python_rows import RowsInput
-    from vembed.evaluation.encode import ItemEncoder
+    from vembed.vectors.encode import ItemEncoder
 
 __all__ = ["EvaluationResult", "Hit", "IndexMeta", "Searcher", "build_index", "evaluate", "open_index"]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vembed.data.splits import Role, SourceOptions
-    from vembed.evaluation.encode import ItemEncoder
+    from vembed.vectors.encode import ItemEncoder
 
 
 class RowsOptions(RowOptions):

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from vembed.batch import Features, Item, Side
     from vembed.data.retrieval import RetrievalData
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.evaluator import EvaluationOptions
     from vembed.evaluation.report.vectors import Geometry
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.encoder import Encoder
+    from vembed.vectors.encode import ItemEncoder
 
 SAMPLE_ITEMS = 16
 """Items whose features are compared between the sides: a prompt shows in each."""

@@ -15,13 +15,12 @@ import numpy as np
 
 from vembed.batch import Ragged
 from vembed.errors import ConfigError
-from vembed.evaluation.encode import rows_of, values_of
 from vembed.evaluation.graded_values import measured, pair_similarities, query_values
-from vembed.evaluation.index import check_finite, search
-from vembed.evaluation.maxsim import search_maxsim
 from vembed.evaluation.metrics import DEFAULT_KS, tie_ranks, trec_order
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
+from vembed.vectors.encode import rows_of, values_of
+from vembed.vectors.index import check_finite, search, search_maxsim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item, Side
     from vembed.data.retrieval import RetrievalData
-    from vembed.evaluation.encode import Vectors
+    from vembed.vectors.encode import Vectors
 
     Encode: TypeAlias = Callable[[Sequence[Item], Side], Vectors]
 

@@ -27,11 +27,11 @@ from vembed.data.python_inputs import refuse_other_modalities
 from vembed.data.retrieval_sources import source_name
 from vembed.data.sources import load_records
 from vembed.errors import DataError
-from vembed.evaluation.encode import values_of
 from vembed.evaluation.graded_values import pair_similarities
-from vembed.evaluation.index import check_finite
 from vembed.evaluation.significance import CONFIDENCE, FLOAT_NOISE_DECIMALS, Comparison, judged
 from vembed.text import plural
+from vembed.vectors.encode import values_of
+from vembed.vectors.index import check_finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from vembed.batch import Item
     from vembed.data.retrieval import PairKind
     from vembed.data.splits import SourceOptions
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.significance import Verdict
+    from vembed.vectors.encode import ItemEncoder
 
     Measure: TypeAlias = Callable[[NDArray[np.float64]], float]
 

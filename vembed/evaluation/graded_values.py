@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.batch import Ragged
-from vembed.evaluation.encode import values_of
+from vembed.vectors.encode import values_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.data.retrieval import PairKind
-    from vembed.evaluation.encode import Vectors
+    from vembed.vectors.encode import Vectors
 
 PAIRS_AT_ONCE = 8192
 """Pairs whose vectors are copied side by side."""

@@ -22,11 +22,11 @@ import faiss
 import numpy as np
 
 from vembed.errors import ConfigError, MachineError
-from vembed.evaluation.encode import refuse_several_vectors
-from vembed.evaluation.index import ExactIndex, build_index, new_index, search_index
-from vembed.evaluation.provenance import SAMPLE_TEXTS, digest, model_key, vectors_key
 from vembed.files import disk_error, new_file
 from vembed.mining.choose import RULES, choose, priorities, without_excluded
+from vembed.vectors.encode import refuse_several_vectors
+from vembed.vectors.index import ExactIndex, build_index, new_index, search_index
+from vembed.vectors.provenance import SAMPLE_TEXTS, digest, model_key, vectors_key
 from vembed.vectors.store import VectorStore
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Ragged, Side
-    from vembed.evaluation.encode import ItemEncoder
-    from vembed.evaluation.provenance import Key
     from vembed.mining.task import MiningTask
     from vembed.models.encoder import Encoder
+    from vembed.vectors.encode import ItemEncoder
     from vembed.vectors.items import DistinctItems
     from vembed.vectors.keys import MiningKeys
+    from vembed.vectors.provenance import Key
 
 FORMAT = 3
 """Raised when the files change their meaning, or the choice its rules; files of other formats are made again."""

@@ -9,8 +9,8 @@ import numpy as np
 
 from vembed.batch import texts_of
 from vembed.errors import MachineError
-from vembed.evaluation.encode import refuse_several_vectors
 from vembed.mining.mine import pair_scores, shared_model_key, side_vectors
+from vembed.vectors.encode import refuse_several_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.distributed.ranks import Ranks
-    from vembed.evaluation.encode import ItemEncoder
-    from vembed.evaluation.provenance import Key
     from vembed.mining.task import MiningTask
     from vembed.models.cross_encoder import CrossEncoder
+    from vembed.vectors.encode import ItemEncoder
+    from vembed.vectors.provenance import Key
 
 TEXTS_BLOCK = 4096
 """Pairs of texts that a cross-encoder scores before it looks whether it is to stop."""

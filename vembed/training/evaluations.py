@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from vembed.data.overlap import Overlap
     from vembed.data.retrieval import RetrievalData
     from vembed.data.run_data import FurtherSet
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.keys import Bm25Language
     from vembed.evaluation.result import EvaluationResult
     from vembed.evaluation.sets import SetRole
+    from vembed.vectors.encode import ItemEncoder
 
 _log = logging.getLogger(__name__)
 

@@ -27,8 +27,6 @@ import numpy as np
 from vembed.batch import Ragged
 from vembed.data.clusters import HardBatches
 from vembed.errors import MachineError
-from vembed.evaluation.encode import ItemEncoder, encoding_budget
-from vembed.evaluation.provenance import digest, model_key
 from vembed.files import new_file
 from vembed.mining.mine import Miner, refuse_impossible
 from vembed.mining.task import MiningTask, documents_to_mine
@@ -40,7 +38,9 @@ from vembed.redact import redact
 from vembed.text import every, show_duration
 from vembed.training.data import build_sampler, image_limits
 from vembed.training.model import teacher_keys
+from vembed.vectors.encode import ItemEncoder, encoding_budget
 from vembed.vectors.hard_vectors import HardVectors
+from vembed.vectors.provenance import digest, model_key
 from vembed.vectors.teacher import ROWS_AT_ONCE
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     from vembed.data.sampler import GlobalSampler
     from vembed.data.table import RecordTable
     from vembed.distributed.ranks import Ranks
-    from vembed.evaluation.provenance import Key
     from vembed.mining.mine import Teacher
     from vembed.training.batches import Batches, BatchSource, PreparedBatch
+    from vembed.vectors.provenance import Key
 
 _log = logging.getLogger(__name__)
 

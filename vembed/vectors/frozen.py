@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from vembed.batch import MODALITY_WORDS, Features
-from vembed.evaluation.provenance import model_key
 from vembed.gradcache.chunks import ChunkBudget, Pool, Retention, plan_calls
 from vembed.gradcache.passes import RngState
 from vembed.vectors.items import ItemVectors, StoredSide, distinct_items
+from vembed.vectors.provenance import model_key
 from vembed.vectors.store import FREE_SHARE
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
     from vembed.data.table import RecordTable
     from vembed.distributed.fsdp import ShardedEncoder
-    from vembed.evaluation.encode import ItemEncoder
-    from vembed.evaluation.provenance import Key
     from vembed.gradcache.passes import Passes
     from vembed.models.encoder import Encoder
+    from vembed.vectors.encode import ItemEncoder
     from vembed.vectors.items import SideItems
+    from vembed.vectors.provenance import Key
 
 STORED = "stored"
 """Name of the features that are embeddings already."""

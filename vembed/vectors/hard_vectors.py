@@ -14,9 +14,9 @@ import numpy as np
 from vembed.batch import MODALITY_WORDS
 from vembed.data.clusters import BLOCK_ROWS, TINY, whole_numbers
 from vembed.errors import ConfigError
-from vembed.evaluation.provenance import model_key
 from vembed.text import every
 from vembed.vectors.items import ItemVectors, StoredSide, distinct_items
+from vembed.vectors.provenance import model_key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from vembed.batch import Side
     from vembed.data.table import ItemColumn, RecordTable
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.models.encoder import Encoder
+    from vembed.vectors.encode import ItemEncoder
 
 COLUMNS: tuple[tuple[Side, ItemColumn], ...] = (("query", "query"), ("document", "positives"))
 

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from vembed.batch import Item
     from vembed.data.table import ItemTable, RecordTable
     from vembed.distributed.ranks import Ranks
-    from vembed.evaluation.encode import Encoded, ItemEncoder
-    from vembed.evaluation.provenance import Key
     from vembed.models.cross_encoder import CrossEncoder
     from vembed.models.encoder import Encoder
+    from vembed.vectors.encode import Encoded, ItemEncoder
+    from vembed.vectors.provenance import Key
     from vembed.vectors.store import VectorStore
 
 _PROBE_TEXTS = (
@@ -173,8 +173,8 @@ class StoredSide:
             advice: What else the user can do when they can't be written.
         """
         # These bring torch, and rows are checked (mining/task.py) before it is imported.
-        from vembed.evaluation.provenance import features_digest
         from vembed.models.plannable import without_image_limits
+        from vembed.vectors.provenance import features_digest
         from vembed.vectors.store import VectorStore
 
         with without_image_limits(encoder):

@@ -45,10 +45,10 @@ import numpy as np
 
 from vembed.batch import Ragged
 from vembed.errors import MachineError
-from vembed.evaluation.encode import rows_of, values_of
-from vembed.evaluation.index import check_finite
-from vembed.evaluation.provenance import changed_parts, digest
 from vembed.files import BROKEN_ARRAY, fsync_path
+from vembed.vectors.encode import rows_of, values_of
+from vembed.vectors.index import check_finite
+from vembed.vectors.provenance import changed_parts, digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.distributed.ranks import Ranks
-    from vembed.evaluation.encode import Encoded, Vectors
-    from vembed.evaluation.provenance import Key
+    from vembed.vectors.encode import Encoded, Vectors
+    from vembed.vectors.provenance import Key
 
 VECTORS_FILE, OFFSETS_FILE, IDS_FILE, BLOCKS_FILE = "vectors.npy", "offsets.npy", "ids.npy", "blocks.jsonl"
 

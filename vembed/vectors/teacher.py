@@ -25,13 +25,13 @@ from torch import nn
 from vembed.batch import modality_words, texts_of
 from vembed.data.table import ItemColumn
 from vembed.errors import ConfigError
-from vembed.evaluation.encode import Encoded, ItemEncoder, encoding_budget, refuse_several_vectors
-from vembed.evaluation.provenance import digest, model_key
 from vembed.models.cross_encoder import CrossEncoder
 from vembed.models.load import load_encoder
 from vembed.plan.cost import PEAK_SHARE
 from vembed.text import show_bytes, show_count
+from vembed.vectors.encode import Encoded, ItemEncoder, encoding_budget, refuse_several_vectors
 from vembed.vectors.items import ItemVectors, StoredSide, distinct_items
+from vembed.vectors.provenance import digest, model_key
 from vembed.vectors.store import VectorStore
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from vembed.batch import ContrastiveBatch, ImageLimits
     from vembed.data.table import ItemTable, RecordTable
     from vembed.distributed.ranks import Ranks
-    from vembed.evaluation.provenance import Key
     from vembed.models.encoder import Encoder
     from vembed.models.keys import ModelKeys
     from vembed.plan.devices import Devices
     from vembed.vectors.items import SideItems
+    from vembed.vectors.provenance import Key
 
 ROWS_AT_ONCE = 256
 """Most items of an encoder call."""

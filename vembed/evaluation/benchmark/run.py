@@ -33,6 +33,7 @@ from vembed.evaluation.benchmark.stored import (
     Cost,
     Stored,
     read_stored,
+    task_key,
     write_stored,
 )
 from vembed.evaluation.benchmark.variants import REFERENCE, check_model, check_sizes, size_note
@@ -40,13 +41,13 @@ from vembed.evaluation.benchmark.vectors import ItemList, SharedVectors, SideVec
 from vembed.evaluation.bm25 import K1, B, evaluate_bm25, why_no_bm25
 from vembed.evaluation.bm25 import SYSTEM as BM25
 from vembed.evaluation.directions import asking_rows, sides_agree
-from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.evaluation.evaluator import EXACT, add_hits, approximate_note
 from vembed.evaluation.metrics import DEFAULT_KS, tie_ranks
-from vembed.evaluation.provenance import digest, model_key, task_key, vectors_key
 from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
 from vembed.models.load import load_encoder
 from vembed.redact import redact
+from vembed.vectors.encode import ItemEncoder, encoding_budget
+from vembed.vectors.provenance import digest, model_key, vectors_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,12 +56,12 @@ if TYPE_CHECKING:
     from vembed.batch import Item, Side
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.benchmark.variants import Variant
-    from vembed.evaluation.encode import Vectors
     from vembed.evaluation.keys import Bm25Language
-    from vembed.evaluation.provenance import Key
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.encoder import Encoder
     from vembed.models.keys import ModelKeys
+    from vembed.vectors.encode import Vectors
+    from vembed.vectors.provenance import Key
     from vembed.vectors.store import Totals
 
 UNTRAINED_SEED = 0

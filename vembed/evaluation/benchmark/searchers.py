@@ -1,7 +1,7 @@
 """Search vectors in one of their cheaper forms, and say what a document and a query cost there.
 
 - dims: the first m numbers of each vector, brought back to unit length.
-- int8 and binary: fewer bits for each number (`vembed.evaluation.quantized`).
+- int8 and binary: fewer bits for each number (`vembed.vectors.index`).
 - rescored: more candidates than asked for, found in one of these forms and ranked by the full vectors.
 - index: any FAISS index string.
 
@@ -18,11 +18,9 @@ import faiss
 import numpy as np
 
 from vembed.batch import Ragged
-from vembed.evaluation.encode import rows_of
 from vembed.evaluation.evaluator import EXACT
-from vembed.evaluation.index import ExactIndex, build_index
-from vembed.evaluation.maxsim import search_maxsim
-from vembed.evaluation.quantized import quantized_index, rescore, search_quantized
+from vembed.vectors.encode import rows_of
+from vembed.vectors.index import ExactIndex, build_index, quantized_index, rescore, search_index, search_maxsim
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.evaluation.benchmark.variants import Variant
-    from vembed.evaluation.encode import Vectors
+    from vembed.vectors.encode import Vectors
 
 TIMED_QUERIES = 1000
 """Most queries that are timed: the slowest hundredth of them is still ten."""
@@ -70,7 +68,7 @@ class Searcher:
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return scores and rows of the k best documents, (Q, k) each; row -1 where fewer were found."""
         wanted = k * max(1, self.rescored)
-        scores, rows = search_quantized(self.index, self.shortened(query_vectors_QE), k=wanted, poll=poll)
+        scores, rows = search_index(self.index, self.shortened(query_vectors_QE), k=wanted, poll=poll)
         if self.rescored:
             return rescore(self.documents_DE, query_vectors_QE, rows, k=min(k, len(self.documents_DE)))
         return scores, rows

@@ -7,17 +7,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import DataError, MachineError
-from vembed.evaluation.provenance import changed_parts
 from vembed.evaluation.store import RECORD_FILE, finish_evaluation, read_evaluation, write_evaluation
+from vembed.vectors.provenance import changed_parts, digest, items_digest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.evaluation.provenance import Key
+    from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.result import EvaluationResult
+    from vembed.vectors.provenance import Key
 
 VECTORS_FOLDER = "vectors"
 VARIANTS_FOLDER = "variants"
+
+RANKING_RULES = 2
+"""Counts the changes of evaluation/run.py that rank other documents; results of older rules are done again."""
 
 FORMAT = 2
 """Raised when the record or the way of scoring changes its meaning; other formats are done again."""
@@ -42,6 +46,27 @@ class Stored:
 
     result: EvaluationResult
     cost: Cost | None
+
+
+def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
+    """Return what a task is beside its texts: ids, judgements, notes.
+
+    Args:
+        with_texts: Whether its texts count too; not where vectors stand for them.
+    """
+    qrels = {query: dict(sorted(grades.items())) for query, grades in task.qrels.items()}
+    key: Key = {
+        "ids": items_digest([*task.queries, "", *task.documents]),
+        "judgements": digest(qrels),
+        "task": digest([task.name, list(task.notes)]),
+        "rules": RANKING_RULES,
+    }
+    if task.excluded or task.candidates or task.cutoffs:
+        limits = [{query: sorted(ids) for query, ids in part.items()} for part in (task.excluded, task.candidates)]
+        key["ranking"] = digest([*limits, list(task.cutoffs)])
+    if with_texts:
+        key["texts"] = items_digest([*task.queries.values(), *task.documents.values()])
+    return key
 
 
 def write_stored(folder: Path, stored: Stored, key: Key) -> None:

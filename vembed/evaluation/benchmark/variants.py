@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import unique_folders
 from vembed.evaluation.evaluator import EXACT
-from vembed.evaluation.index import new_index, trained_clusters
+from vembed.vectors.index import new_index, trained_clusters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

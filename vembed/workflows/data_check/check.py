@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.data.splits import SourceOptions
-    from vembed.evaluation.encode import ItemEncoder
+    from vembed.vectors.encode import ItemEncoder
     from vembed.workflows.data_check.profile import Profile
 
 

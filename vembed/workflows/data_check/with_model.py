@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Side
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.mining.mine import Mined
+    from vembed.vectors.encode import ItemEncoder
     from vembed.workflows.data_check.source import Source
 
 NEAREST = 10

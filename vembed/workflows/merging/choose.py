@@ -17,9 +17,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError
-from vembed.evaluation.benchmark.stored import Stored, read_stored, write_stored
+from vembed.evaluation.benchmark.stored import Stored, read_stored, task_key, write_stored
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
-from vembed.evaluation.provenance import task_key
 from vembed.evaluation.significance import compare, guard_verdict
 
 if TYPE_CHECKING:
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.data.retrieval import RetrievalData
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.result import EvaluationResult
     from vembed.evaluation.significance import Comparison
+    from vembed.vectors.encode import ItemEncoder
     from vembed.workflows.merging.weights import Method, Mixture
 
 MOST_POINTS = 200

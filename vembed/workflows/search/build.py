@@ -41,12 +41,11 @@ import torch
 from vembed.batch import Image, Ragged
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, MachineError, NonFiniteError, PreemptedError
-from vembed.evaluation.encode import Encoded, values_of
-from vembed.evaluation.index import new_index, trained_clusters
-from vembed.evaluation.provenance import SAMPLE_TEXTS, model_key, vectors_key
-from vembed.evaluation.quantized import QUANTIZATIONS, index_of, write_faiss
 from vembed.files import clean_beside, disk_error, new_folder
 from vembed.pages.text import bytes_text
+from vembed.vectors.encode import Encoded, values_of
+from vembed.vectors.index import QUANTIZATIONS, build_any_index, new_index, trained_clusters, write_faiss
+from vembed.vectors.provenance import SAMPLE_TEXTS, model_key, vectors_key
 from vembed.vectors.store import BYTES, VECTORS, VectorStore
 from vembed.vectors.store import OFFSETS_FILE as STORED_OFFSETS_FILE
 from vembed.workflows.search.checksums import CHECKSUMS_FILE, write_checksums
@@ -72,10 +71,10 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item, Side
     from vembed.data.corpus import Corpus, Document
-    from vembed.evaluation.encode import ItemEncoder, Vectors
-    from vembed.evaluation.provenance import Key
     from vembed.models.fingerprint import ModelIdentity
+    from vembed.vectors.encode import ItemEncoder, Vectors
     from vembed.vectors.keys import Format
+    from vembed.vectors.provenance import Key
     from vembed.vectors.store import Encode, Items, Progress
     from vembed.workflows.search.documents import Written
     from vembed.workflows.search.ray_job import RayJob
@@ -220,7 +219,7 @@ def _write_files(part: Path, corpus: Corpus, encode: ItemEncoder, options: Build
         if not meta.compares_all and options.form == "index":
             _require_disk(folder, num_vectors * dim * 4)
             vectors_VE = np.load(folder / VECTORS_FILE, mmap_mode="r")
-            write_faiss(index_of(vectors_VE, options.factory), folder / INDEX_FILE)
+            write_faiss(build_any_index(vectors_VE, options.factory), folder / INDEX_FILE)
         names = [name for name in meta.files if options.form == "index" or name != INDEX_FILE]  # no table holds it
         meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in names})
         (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")

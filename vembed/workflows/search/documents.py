@@ -18,7 +18,7 @@ import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Image, modality_of, modality_words, pictures_in
 from vembed.errors import DataError
-from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
+from vembed.vectors.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
 from vembed.workflows.search.format import line_offsets
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.data.corpus import Corpus, Document
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.models.encoder import Encoder
+    from vembed.vectors.encode import ItemEncoder
 
 
 class Written(NamedTuple):

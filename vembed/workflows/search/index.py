@@ -24,11 +24,10 @@ import numpy as np
 
 from vembed.batch import Image, Ragged
 from vembed.errors import ConfigError, NonFiniteError
-from vembed.evaluation.encode import values_of
-from vembed.evaluation.maxsim import search_maxsim
-from vembed.evaluation.quantized import QUANTIZATIONS, read_faiss, rescore, search_quantized
 from vembed.files import BROKEN_ARRAY
 from vembed.text import first_line
+from vembed.vectors.encode import values_of
+from vembed.vectors.index import QUANTIZATIONS, read_faiss, rescore, search_index, search_maxsim
 from vembed.vectors.store import HEADER_BYTES
 from vembed.workflows.search.checksums import Checksums
 from vembed.workflows.search.format import (
@@ -53,8 +52,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
-    from vembed.evaluation.encode import Vectors
     from vembed.models.fingerprint import ModelIdentity
+    from vembed.vectors.encode import Vectors
 
 LEAST_AGREEMENT = 0.98
 """Cosine of a document's vector with the stored one, below which the model is taken for another one. Half precision
@@ -165,7 +164,7 @@ class SearchIndex:
             scores_Qk, rows_Qk = search_maxsim(self._documents, vectors, k=k)
         else:
             q_QE, k = np.ascontiguousarray(vectors), min(k, len(self))
-            scores_Qk, rows_Qk = search_quantized(self._index, q_QE, k=k * max(1, self._rescored))
+            scores_Qk, rows_Qk = search_index(self._index, q_QE, k=k * max(1, self._rescored))
             if self._rescored:
                 self._check_vectors(np.unique(rows_Qk[rows_Qk >= 0]))
                 scores_Qk, rows_Qk = rescore(self._vectors, q_QE, rows_Qk, k=k)
@@ -182,7 +181,7 @@ class SearchIndex:
     def _by_candidates(self, query: Ragged, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return scores and rows of the best among the documents of the vectors that are nearest to a query's."""
         nearest = min(max(CANDIDATES, 4 * k), self._index.ntotal)
-        _, found = search_quantized(self._index, np.ascontiguousarray(query.values), k=nearest)
+        _, found = search_index(self._index, np.ascontiguousarray(query.values), k=nearest)
         candidates = np.unique(np.searchsorted(self._documents.offsets, found[found >= 0], side="right") - 1)
         if not len(candidates):
             return np.zeros(0, dtype=np.float32), candidates

@@ -27,9 +27,9 @@ import numpy as np
 from vembed.batch import Ragged
 from vembed.distributed.watchdog import host_name
 from vembed.errors import ConfigError, DataError, MachineError, VembedError
-from vembed.evaluation.encode import Encoded, values_of
 from vembed.registry import import_extra
 from vembed.text import first_line
+from vembed.vectors.encode import Encoded, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Side
-    from vembed.evaluation.encode import ItemEncoder
+    from vembed.vectors.encode import ItemEncoder
 
 _log = logging.getLogger(__name__)
 

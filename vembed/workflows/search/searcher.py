@@ -9,7 +9,7 @@ import numpy as np
 
 from vembed.batch import Ragged
 from vembed.data.python_inputs import items_of, refuse_other_modalities
-from vembed.evaluation.encode import rows_of
+from vembed.vectors.encode import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vembed.batch import ImageLimits, Modality
     from vembed.data.python_inputs import ItemInput
     from vembed.evaluation.benchmark.searchers import Timing
-    from vembed.evaluation.encode import ItemEncoder, Vectors
+    from vembed.vectors.encode import ItemEncoder, Vectors
     from vembed.workflows.search.index import Hit, SearchIndex
 
 NUM_EXAMPLES = 3

@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.errors import ConfigError, MachineError
-from vembed.evaluation.quantized import index_of, write_faiss
 from vembed.files import file_sha256, is_file, is_folder, new_file, new_folder
 from vembed.registry import import_extra
 from vembed.text import first_line
+from vembed.vectors.index import build_any_index, write_faiss
 from vembed.vectors.store import VECTORS
 from vembed.workflows.search.format import (
     DOCUMENTS_FILE,
@@ -222,6 +222,6 @@ def _unpack(batches: Iterable[Any], facts: dict[str, str], meta: IndexMeta, fold
         changed = [name for name, written in json.loads(facts["sha256"]).items() if hashes.get(name) != written]
         if changed:
             raise ValueError(f"its bytes have changed: it gives another {changed[0]} than was written")
-    write_faiss(index_of(np.load(folder / VECTORS_FILE, mmap_mode="r"), meta.factory), folder / INDEX_FILE)
+    write_faiss(build_any_index(np.load(folder / VECTORS_FILE, mmap_mode="r"), meta.factory), folder / INDEX_FILE)
     meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in meta.files})
     (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")

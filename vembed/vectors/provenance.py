@@ -24,14 +24,10 @@ if TYPE_CHECKING:
     import torch
 
     from vembed.batch import Item, Side
-    from vembed.data.retrieval import RetrievalData
     from vembed.models.encoder import Encoder
 
 Key: TypeAlias = "dict[str, Any]"
 """Parts by name; JSON can hold it."""
-
-RANKING_RULES = 2
-"""Counts the changes of evaluation/run.py that rank other documents; results of older rules are done again."""
 
 SAMPLE_TEXTS = 64
 """Texts that are tokenized to see whether the tokenizer is the same: a changed one shows within a few."""
@@ -95,27 +91,6 @@ def vectors_key(
         "precision": str(autocast_dtype or "as loaded"),
         "side": side,
     }
-
-
-def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
-    """Return what a task is beside its texts: ids, judgements, notes.
-
-    Args:
-        with_texts: Whether its texts count too; not where vectors stand for them.
-    """
-    qrels = {query: dict(sorted(grades.items())) for query, grades in task.qrels.items()}
-    key: Key = {
-        "ids": items_digest([*task.queries, "", *task.documents]),
-        "judgements": digest(qrels),
-        "task": digest([task.name, list(task.notes)]),
-        "rules": RANKING_RULES,
-    }
-    if task.excluded or task.candidates or task.cutoffs:
-        limits = [{query: sorted(ids) for query, ids in part.items()} for part in (task.excluded, task.candidates)]
-        key["ranking"] = digest([*limits, list(task.cutoffs)])
-    if with_texts:
-        key["texts"] = items_digest([*task.queries.values(), *task.documents.values()])
-    return key
 
 
 def changed_parts(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

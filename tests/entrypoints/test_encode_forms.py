@@ -202,7 +202,6 @@ def test_slices_of_another_corpus_or_damaged_ones_are_made_again(
 def test_slices_of_a_picture_that_was_replaced_are_made_again(
     clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(build, "SAMPLE_TEXTS", 1)
     names = ["red", "blue", "green"]
     albums = [write_balls(tmp_path / album) for album in ("album", "other")]
     shutil.copyfile(albums[1] / "yellow.png", albums[1] / "green.png")

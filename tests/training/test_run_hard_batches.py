@@ -18,7 +18,7 @@ from vembed.data.table_writer import RecordWriter
 from vembed.errors import ConfigError
 from vembed.models.ngram_bag import NgramBag
 from vembed.vectors.encode import ItemEncoder, encoding_budget
-from vembed.vectors.hard_vectors import HardVectors
+from vembed.vectors.items import HardVectors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from vembed.data.table import ItemTable
     from vembed.distributed.runtime import Runtime
     from vembed.distributed.signals import StopSignal
-    from vembed.mining.mine import Teacher
-    from vembed.mining.task import MiningTask
+    from vembed.vectors.mining import MiningTask, Teacher
 
 
 class MineOptions(RowOptions, MiningKeys, ModelOptions, PictureOptions):
@@ -81,7 +80,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
     from vembed.data.sources import refuse_missing
     from vembed.data.splits import SourceOptions
     from vembed.losses.registry import RunLoss
-    from vembed.mining.output import refuse_output
+    from vembed.workflows.mining import refuse_output
 
     output = home_path(options.output)
     refuse_output(output, overwrite=True)
@@ -119,11 +118,10 @@ def _mine(
 ) -> None:
     from vembed.api.model import load
     from vembed.data.sources import load_records
-    from vembed.mining.mine import Miner, Seconds
-    from vembed.mining.output import rows_without_positives, write_rows
-    from vembed.mining.report import MiningReport, mining_page
-    from vembed.mining.task import MiningTask
+    from vembed.evaluation.mining_report import MiningReport, mining_page
     from vembed.pages.write import write_page
+    from vembed.vectors.mining import Miner, MiningTask, Seconds
+    from vembed.workflows.mining import rows_without_positives, write_rows
 
     # Every rank encodes its share and reads the shares of the others; the first one alone writes and prints.
     seconds, ranks = Seconds(), runtime.ranks
@@ -179,7 +177,7 @@ def _corpus(options: MineOptions, limits: ImageLimits) -> ItemTable | None:
     if options.corpus is None:
         return None
     from vembed.data.corpus import Corpus, CorpusOptions
-    from vembed.mining.task import corpus_items
+    from vembed.vectors.items import corpus_items
 
     root = None if options.image_root is None else home_path(options.image_root)
     corpus = Corpus(options.corpus, CorpusOptions(image_root=root, image_limits=limits))
@@ -193,9 +191,9 @@ def _teacher(
     if options.teacher is None:
         return None
     from vembed.api.model import load
-    from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
     from vembed.models.cross_encoder import CrossEncoder
     from vembed.models.keys import ModelKeys
+    from vembed.vectors.mining import CrossEncoderTeacher, EncoderTeacher
 
     name, pickled = options.teacher, options.allow_pickle
     keys = ModelKeys(model_name=name, allow_pickle=pickled)

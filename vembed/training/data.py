@@ -16,8 +16,8 @@ from vembed.data.sampler import GlobalSampler
 from vembed.data.table import ItemColumn
 from vembed.errors import DataError
 from vembed.files import home_path
-from vembed.mining.task import corpus_items
 from vembed.text import show_duration
+from vembed.vectors.items import corpus_items
 from vembed.vectors.keys import teacher_gives_scores
 
 if TYPE_CHECKING:

@@ -66,7 +66,7 @@ from vembed.training.saving import PARTS, DiskNeeds, RunCheckpoints, RunState, c
 from vembed.training.timing import peak_memory_bytes
 from vembed.training.trackers import closing, open_trackers, read_rows, track_end, track_start
 from vembed.vectors.encode import ItemEncoder
-from vembed.vectors.hard_vectors import HardVectors
+from vembed.vectors.items import HardVectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

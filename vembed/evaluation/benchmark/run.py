@@ -282,7 +282,7 @@ class _SetRun:
 
     def _side(self, items: Sequence[Item], side: Side, folder: Path) -> SideVectors:
         run = self._run
-        key = vectors_key(run.encode.encoder, run.key, items, side, autocast_dtype=run.options.autocast_dtype)
+        key = vectors_key(run.encode.encoder, run.key, side, autocast_dtype=run.options.autocast_dtype)
         kept = folder / VECTORS_FOLDER if run.options.keep_vectors else None
         return SideVectors(self.title, run.encode, ItemList(items), side, key, kept)
 

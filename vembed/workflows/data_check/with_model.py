@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.data.table import BLOCK_ROWS
-from vembed.mining.mine import Miner, pair_scores, shared_model_key, side_vectors
-from vembed.mining.task import MiningTask
 from vembed.vectors.keys import MiningKeys
+from vembed.vectors.mining import Miner, MiningTask, pair_scores, shared_model_key, side_vectors
 from vembed.workflows.data_check.duplicates import spread
 from vembed.workflows.data_check.findings import MOST_EXAMPLES, Finding
 from vembed.workflows.data_check.source import said
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Side
-    from vembed.mining.mine import Mined
     from vembed.vectors.encode import ItemEncoder
+    from vembed.vectors.mining import Mined
     from vembed.workflows.data_check.source import Source
 
 NEAREST = 10

@@ -31,7 +31,7 @@ import time
 from collections import deque
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ from vembed.files import clean_beside, disk_error, new_folder
 from vembed.pages.text import bytes_text
 from vembed.vectors.encode import Encoded, values_of
 from vembed.vectors.index import QUANTIZATIONS, build_any_index, new_index, trained_clusters, write_faiss
-from vembed.vectors.provenance import SAMPLE_TEXTS, model_key, vectors_key
+from vembed.vectors.provenance import model_key, vectors_key
 from vembed.vectors.store import BYTES, VECTORS, VectorStore
 from vembed.vectors.store import OFFSETS_FILE as STORED_OFFSETS_FILE
 from vembed.workflows.search.checksums import CHECKSUMS_FILE, write_checksums
@@ -74,7 +74,6 @@ if TYPE_CHECKING:
     from vembed.models.fingerprint import ModelIdentity
     from vembed.vectors.encode import ItemEncoder, Vectors
     from vembed.vectors.keys import Format
-    from vembed.vectors.provenance import Key
     from vembed.vectors.store import Encode, Items, Progress
     from vembed.workflows.search.documents import Written
     from vembed.workflows.search.ray_job import RayJob
@@ -252,7 +251,9 @@ def _write_vectors(
         How many vectors there are, and how many texts were cut.
     """
     ranks, side = encode.ranks, options.side
-    key = ranks.from_first(lambda: _key(corpus, encode, options))
+    key = ranks.from_first(
+        lambda: vectors_key(encode.encoder, model_key(encode.encoder), side, autocast_dtype=encode.autocast_dtype)
+    )
     store = VectorStore(folder.parent, "vectors", key, "vectors", _ADVICE)
     read_again = CorpusItems(folder / DOCUMENTS_FILE, corpus, written)
     items: Items = read_again
@@ -290,14 +291,6 @@ def _write_vectors(
         if ranks.is_first:
             np.save(folder / PROBE_FILE, probes.astype("<f4", copy=False))
     return num_vectors, num_truncated
-
-
-def _key(corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> Key:
-    """Return what the bytes of the vectors are made of, beside their documents."""
-    sample = [document.item for document in islice(corpus, SAMPLE_TEXTS)]
-    return vectors_key(
-        encode.encoder, model_key(encode.encoder), sample, options.side, autocast_dtype=encode.autocast_dtype
-    )
 
 
 def _encoding(encode: ItemEncoder, side: Side) -> Encode:

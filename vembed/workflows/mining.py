@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item
     from vembed.data.table import Record, RecordTable
-    from vembed.mining.mine import Mined
-    from vembed.mining.task import MiningTask
+    from vembed.vectors.mining import Mined, MiningTask
 
     Blocks = Callable[[], Iterator[list[dict[str, Any]]]]
 

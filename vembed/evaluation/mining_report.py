@@ -10,7 +10,6 @@ import numpy as np
 
 from vembed.batch import Composed, Image, pictures_in
 from vembed.evaluation.benchmark.names import model_labels
-from vembed.mining.choose import RULES, relative_limits
 from vembed.pages.charts import distribution_edges, draw_distributions
 from vembed.pages.page import (
     Cell,
@@ -29,6 +28,7 @@ from vembed.pages.page import (
 from vembed.pages.pictures import copies_note, picture_name, small_copies
 from vembed.pages.text import clip, count_text, metric_text, number_text
 from vembed.text import plural
+from vembed.vectors.mining import RULES, relative_limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,10 +36,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import ImageLimits, Item
-    from vembed.mining.mine import Mined
-    from vembed.mining.task import MiningTask
     from vembed.pages.page import Block
     from vembed.vectors.keys import MiningKeys
+    from vembed.vectors.mining import Mined, MiningTask
 
 SCHEMA_VERSION = 2  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 EXAMPLES, CHARACTERS, QUANTILES = 10, 240, (0.05, 0.5, 0.95)

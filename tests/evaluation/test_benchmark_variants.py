@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from vembed.errors import ConfigError
-from vembed.evaluation.benchmark.searchers import build_searcher, time_queries, truncated
 from vembed.evaluation.benchmark.variants import (
     REFERENCE,
+    build_searcher,
     check_model,
     check_sizes,
     plan_variants,
     size_note,
+    time_queries,
+    truncated,
 )
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.vectors.index import codes_per_dimension, scales_per_dimension

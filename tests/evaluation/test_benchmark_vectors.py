@@ -14,9 +14,8 @@ import torch
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.benchmark.names import model_labels, set_labels, unique_folders
-from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry, run_benchmark
+from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry, ItemList, run_benchmark
 from vembed.evaluation.benchmark.stored import Cost, Stored, read_stored, task_key, write_stored
-from vembed.evaluation.benchmark.vectors import ItemList
 from vembed.evaluation.result import EvaluationResult
 from vembed.models.keys import ModelKeys
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig

@@ -12,8 +12,7 @@ from vembed.batch import Features, Ragged, texts_of
 from vembed.data.retrieval import RetrievalData
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, NonFiniteError, PreemptedError
-from vembed.evaluation.benchmark.searchers import build_searcher, time_queries
-from vembed.evaluation.benchmark.variants import REFERENCE, check_model, plan_variants
+from vembed.evaluation.benchmark.variants import REFERENCE, build_searcher, check_model, plan_variants, time_queries
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.graded import GradedPairs
 from vembed.models.encoder import Encoder

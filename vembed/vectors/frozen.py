@@ -76,7 +76,7 @@ def _read_stored(inputs: dict[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FrozenItems:
-    """What of the training records is encoded once."""
+    """Items of the training records that are encoded once."""
 
     sides: tuple[StoredSide, ...]  # the items; none where nothing is
     notes: tuple[str, ...]  # why, one plain sentence each

@@ -316,7 +316,7 @@ class _Saved(NamedTuple):
 
     @property
     def is_closed(self) -> bool:
-        """Whether a finished set of several vectors for each item has the header and offsets that its lines promise."""
+        """True unless a finished set of several vectors per item lacks the header or offsets that its lines promise."""
         lengths = _lengths(self.blocks)
         if lengths is None:
             return True

@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TeacherUse:
-    """What a run's loss reads of its teacher."""
+    """Answers of a teacher that a run's loss reads."""
 
     vectors: bool  # of all items
     scores: bool  # of each row's query with its own documents
@@ -81,10 +81,10 @@ class Asking:
 
 
 class Answers(Protocol):
-    """What a teacher said of the training data."""
+    """Answers of a teacher about all training data."""
 
     def fill(self, batch: ContrastiveBatch, documents_Q: NDArray[np.int64]) -> ContrastiveBatch:
-        """Return a batch with what the teacher says of it.
+        """Return a batch with the answers about its items.
 
         Args:
             documents_Q: Documents of each row's own; they stand one row's behind the other's.

@@ -29,7 +29,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a search costs."""
+    """Memory and time of a search."""
 
     dimension: int  # numbers of each vector
     bytes_per_document: float  # memory of the index for each document

@@ -111,6 +111,7 @@ def _batches(folder: Path, schema: Any) -> Iterator[Any]:
                     copies.seek(int(offsets[start]))
                     lengths = np.diff(offsets[start : start + len(part_NE) + 1]).tolist()
                     columns["thumbnail"] = [copies.read(length) for length in lengths]
+            # From a flat array without a copy of each row: lists of Python numbers would take many times the memory.
             flat = pa.array(np.ascontiguousarray(part_NE).reshape(-1), pa.float32())
             columns["vector"] = pa.FixedSizeListArray.from_arrays(flat, part_NE.shape[1])
             arrays = [pa.array(columns[field.name], field.type) for field in schema]
@@ -185,6 +186,7 @@ def _opened(path: Path) -> tuple[dict[str, str], Iterable[Any]]:
 
 def _of_lance(table: Any) -> Iterator[Any]:
     """Yield the rows of a table in the order in which they were written."""
+    # A scan of LanceDB may yield fragments in any order; offsets are those of writing.
     num_rows = table.count_rows()
     for start in range(0, num_rows, BATCH_ROWS):
         places = list(range(start, min(start + BATCH_ROWS, num_rows)))
@@ -213,6 +215,7 @@ def _unpack(batches: Iterable[Any], facts: dict[str, str], meta: IndexMeta, fold
         np.save(folder / PROBE_FILE, np.load(BytesIO(base64.b64decode(facts["probe"])), allow_pickle=False))
     else:
         (folder / THUMBNAILS_FILE).unlink()
+    # Sizes first: they tell a cut table apart from a changed one, for tables of older versions too.
     for name in meta.files:
         if name != INDEX_FILE and (folder / name).stat().st_size != meta.file_bytes[name]:
             raise ValueError(f"the table is cut or was changed: it gives another {name} than was written")

@@ -60,6 +60,8 @@ class DistinctItems:
             numbers.append(distinct + offset)
             ids.append(table.ids[distinct])
             offset += len(table)
+        # Two numbers may have one content, as a document in the records and in the corpus: the first of them stays, and
+        # np.unique's order by id becomes the order of the tables again.
         all_ids = np.concatenate(ids)
         _, first = np.unique(all_ids, return_index=True)
         first.sort()
@@ -79,6 +81,7 @@ class DistinctItems:
     def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of each content, -1 where it isn't here."""
         order, sorted_ids = self._sorted
+        # A content behind the last one is looked up at the last, which differs from it.
         nearest = np.minimum(np.searchsorted(sorted_ids, ids), len(sorted_ids) - 1)
         return np.where(sorted_ids[nearest] == ids, order[nearest], -1)
 
@@ -158,6 +161,7 @@ def distinct_items(records: RecordTable, columns: Sequence[ItemColumn] = get_arg
         for side, numbers in sides.items():
             used = numbers[table.modalities[numbers] == kind]
             if len(used):
+                # By content, not by number: the set and the order of a side don't hang on how files cut the rows.
                 ids, first = np.unique(table.ids[used], return_index=True)
                 parts.append(SideItems(modality, side, DistinctItems(ids, used[first], (table,)), len(used)))
     return parts
@@ -196,7 +200,7 @@ class StoredSide:
         return 4 * len(self.items) * self.dimension
 
     def get(self, encoder: Callable[[], ItemEncoder], ranks: Ranks) -> NDArray[np.float32]:
-        """Return the vectors, (N, E); the encoder is called for only if one is missing."""
+        """Return the vectors, (N, E); `encoder` is called, and may load its model, only if one is missing."""
 
         def encode(lists: Iterable[Sequence[Item]]) -> Generator[Encoded]:
             yield from encoder().stream(lists, self.items.side)

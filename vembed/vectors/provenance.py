@@ -120,6 +120,7 @@ def _settings(encoder: Encoder) -> Key:
         """Return a text, or its hash where it holds a secret: keys are written to disk, and still tell texts apart."""
         return value if redact(value) == value else digest(value)
 
+    # Networks of one configuration, as the two towers of a shared encoder, count once.
     configurations = []
     for module in encoder.modules():
         to_dict = getattr(getattr(module, "config", None), "to_dict", None)
@@ -152,6 +153,7 @@ def features_digest(encoder: Encoder, items: Sequence[Item], side: Side) -> str:
         features = encoder.featurize([items[place] for place in places], side)
         columns = {name: column.values for name, column in features.columns.items()}
         offsets = {f"{name} offsets": column.offsets for name, column in features.columns.items()}
+        # With name, type and shape, so that no two different sets of columns run into the same bytes.
         for name, values in sorted((columns | offsets | dict(features.per_row)).items()):
             total.update(f"{name} {values.dtype} {values.shape}\n".encode())
             total.update(np.ascontiguousarray(values).tobytes())

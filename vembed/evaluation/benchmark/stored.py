@@ -54,6 +54,7 @@ def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
     Args:
         with_texts: Whether its texts count too; not where vectors stand for them.
     """
+    # Judgements are a set: the order of lines in a file changes no metric, and no key.
     qrels = {query: dict(sorted(grades.items())) for query, grades in task.qrels.items()}
     key: Key = {
         "ids": items_digest([*task.queries, "", *task.documents]),
@@ -61,6 +62,7 @@ def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
         "task": digest([task.name, list(task.notes)]),
         "rules": RANKING_RULES,
     }
+    # Left out where a task has none, so that results of before these limits were known stay true.
     if task.excluded or task.candidates or task.cutoffs:
         limits = [{query: sorted(ids) for query, ids in part.items()} for part in (task.excluded, task.candidates)]
         key["ranking"] = digest([*limits, list(task.cutoffs)])
@@ -75,6 +77,7 @@ def write_stored(folder: Path, stored: Stored, key: Key) -> None:
     Raises:
         MachineError: When the folder can't be written.
     """
+    # The record goes into the folder with the result, in one rename: neither is ever there without the other.
     record = {"format": FORMAT, "key": key, "cost": asdict(stored.cost) if stored.cost else None}
     write_evaluation(
         folder,
@@ -93,6 +96,7 @@ def read_stored(folder: Path, key: Key, *, system: str) -> tuple[Stored | None, 
     Raises:
         MachineError: The disk refused to finish the writing.
     """
+    # A kill between two renames leaves the result beside its place; from here on it is where it belongs.
     try:
         finish_evaluation(folder)
     except OSError as error:

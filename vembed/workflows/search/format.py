@@ -171,6 +171,8 @@ def parse_meta(content: dict[str, Any], path: Path) -> IndexMeta:
     """
     if content.get("kind") != KIND:
         raise ConfigError(f"{path} is of something else than an index; make one with vembed encode")
+    # Version 3 adds `num_vectors` and files for it; an index of one vector for each document stays version 2, which
+    # programs of before read.
     version = content.get("format_version")
     known = FORMAT_VERSION if content.setdefault("num_vectors", None) is None else SEVERAL_VERSION
     if version != known:

@@ -170,6 +170,7 @@ def _opened(path: Path) -> tuple[dict[str, str], Iterable[Any]]:
             file = pq.ParquetFile(path)
         except (OSError, pa.ArrowException) as error:
             raise ConfigError(f"{path} can't be read as Parquet: {error}; encode the corpus again") from error
+        # Batches, not whole row groups: those of another writer may hold the whole corpus.
         schema, batches = file.schema_arrow, file.iter_batches(BATCH_ROWS)
     else:
         lancedb = import_extra("lancedb", "lancedb", f"{path}, a LanceDB table,")

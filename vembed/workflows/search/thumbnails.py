@@ -142,7 +142,8 @@ class ThumbnailReader:
             ConfigError: What stands there is no picture.
         """
         start, stop = int(self._offsets[row]), int(self._offsets[row + 1])
-        length = min(max(0, stop - start), THUMBNAIL_BYTES)  # whatever a damaged file says
+        # Offsets may be damaged: nothing before the file is read, and no more than a copy may have.
+        length = min(max(0, stop - start), THUMBNAIL_BYTES)
         self._check(max(0, start), max(0, start) + length)
         copy = os.pread(self._file.fileno(), length, max(0, start))
         if start != stop:

@@ -21,6 +21,7 @@ from paired_runs import ONLY_TRAINS
 
 import vembed
 from vembed.data.keys import DataKeys
+from vembed.data.read import read
 from vembed.evaluation.graded import load_pairs, measure_pairs, size_text
 
 GRADES = (1.0, 0.5, 0.0)

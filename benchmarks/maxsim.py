@@ -16,10 +16,10 @@ import torch
 from measure import measure
 
 from vembed.batch import Ragged
-from vembed.evaluation.maxsim import search_maxsim
 from vembed.losses.base import BatchStructure, MultiVectors
 from vembed.losses.colbert import ColbertLoss
 from vembed.losses.streamed import StreamedBatch
+from vembed.vectors.index import search_maxsim
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,6 @@ from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import full_tensors
 from vembed.distributed.starting_weights import Outline
-from vembed.evaluation.provenance import model_key
 from vembed.models.adapters import add_adapters, base_fingerprint, freeze
 from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import AdapterKeys, ModelKeys
@@ -27,13 +26,14 @@ from vembed.models.load import load_encoder
 from vembed.plan.problem import Way
 from vembed.training import model as run_model
 from vembed.training.model import build_alike, start_alike
+from vembed.vectors.provenance import model_key
 
 if TYPE_CHECKING:
     from rank_pool import RankPool
     from torch import Tensor
 
-    from vembed.evaluation.provenance import Key
     from vembed.models.encoder import Encoder
+    from vembed.vectors.provenance import Key
 
 CPU = torch.device("cpu")
 TEXT_FAMILIES = ("bert", "modernbert", "qwen3", "gpt2", "t5", "bidirectional gemma3")

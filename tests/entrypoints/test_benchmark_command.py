@@ -180,8 +180,8 @@ def test_changed_weights_texts_and_judgements_redo_what_hangs_on_them(
     lines = (sets[0] / "queries.jsonl").read_text().replace('"text": "', '"text": "music ', 1)
     (sets[0] / "queries.jsonl").write_text(lines)
     told = rerun()
-    assert sum(encoded) == 2 * 20  # the queries of one set, for both models; no document
-    assert "bag on one/test: vectors of the queries: making 20 of 20 again (changed: tokenizer)" in told
+    assert sum(encoded) == 2 * 1  # the changed query of one set, for both models; no document
+    assert "bag on one/test: vectors of the queries: making 20 of 20 again (changed: items)" in told
     assert "bag on one/test: vectors of the documents: 60 unchanged" in told
     assert "BM25 on one/test: done again (changed: texts)" in told
     assert "bag on two/test: done and unchanged" in told

@@ -57,7 +57,7 @@ def test_equal_inputs_give_equal_bytes(bag: Path, corpus: Path, index: Path, tmp
 def test_slices_change_nothing(
     bag: Path, corpus: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.workflows.search.documents.SLICE_ROWS", 3)
+    monkeypatch.setattr("vembed.workflows.search.build.SLICE_ROWS", 3)
     vembed.build_index(bag, corpus, tmp_path / "sliced")
     for name in FILES:
         assert (tmp_path / "sliced" / name).read_bytes() == (index / name).read_bytes(), name
@@ -273,7 +273,7 @@ def test_a_half_built_index_of_an_earlier_version_is_begun_anew(
 def test_a_disk_that_fills_up_is_told_as_the_indexs_and_what_is_encoded_stays(
     call: Any, bag: Path, corpus: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.workflows.search.documents.SLICE_ROWS", 2)
+    monkeypatch.setattr("vembed.workflows.search.build.SLICE_ROWS", 2)
     append, num_rows = store._Part.append, []
 
     def full(part: store._Part, vectors: Any, **facts: Any) -> None:

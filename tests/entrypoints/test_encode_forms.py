@@ -20,7 +20,7 @@ import vembed
 from vembed.errors import PreemptedError
 from vembed.vectors import store
 from vembed.workflows.search import build
-from vembed.workflows.search.documents import CorpusItems
+from vembed.workflows.search.build import CorpusItems
 from vembed.workflows.search.tables import is_table
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def test_an_index_of_few_bits_is_ranked_by_the_full_vectors(
 def test_an_encoding_goes_on_behind_its_last_whole_slice(
     bag: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.workflows.search.documents.SLICE_ROWS", 20)
+    monkeypatch.setattr("vembed.workflows.search.build.SLICE_ROWS", 20)
     vembed.build_index(bag, many, tmp_path / "whole")
     append, appended = store._Part.append, []
 
@@ -149,7 +149,7 @@ def test_an_encoding_goes_on_behind_its_last_whole_slice(
 def test_an_error_and_a_row_that_was_changed_cost_the_slices_from_there_on(
     bag: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.workflows.search.documents.SLICE_ROWS", 20)
+    monkeypatch.setattr("vembed.workflows.search.build.SLICE_ROWS", 20)
     append, encoded = store._Part.append, []
 
     def failing(part: store._Part, vectors: Any, **facts: Any) -> None:
@@ -179,7 +179,7 @@ def test_an_error_and_a_row_that_was_changed_cost_the_slices_from_there_on(
 def test_slices_of_another_corpus_or_damaged_ones_are_made_again(
     bag: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.workflows.search.documents.SLICE_ROWS", 20)
+    monkeypatch.setattr("vembed.workflows.search.build.SLICE_ROWS", 20)
     vembed.build_index(bag, many, tmp_path / "whole")
     for damage in ("bytes", "corpus"):
         with monkeypatch.context() as patch:
@@ -202,7 +202,6 @@ def test_slices_of_another_corpus_or_damaged_ones_are_made_again(
 def test_slices_of_a_picture_that_was_replaced_are_made_again(
     clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(build, "SAMPLE_TEXTS", 1)
     names = ["red", "blue", "green"]
     albums = [write_balls(tmp_path / album) for album in ("album", "other")]
     shutil.copyfile(albums[1] / "yellow.png", albums[1] / "green.png")

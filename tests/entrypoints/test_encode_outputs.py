@@ -87,7 +87,7 @@ def test_a_table_is_written_without_the_faiss_index_that_it_never_holds(
     bag: Path, corpus: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(build, "index_of", None)
+        patch.setattr(build, "build_any_index", None)
         vembed.build_index(bag, corpus, tmp_path / "v.parquet", format="parquet", index="int8")
     kept = json.loads(pq.read_schema(tmp_path / "v.parquet").metadata[b"vembed"])
     assert kept["file_bytes"].keys() == {"vectors.npy", "ids.jsonl"}

@@ -229,7 +229,7 @@ def test_a_name_that_is_no_text_is_refused(call: Any, clip: Path, tmp_path: Path
 def test_equal_inputs_give_equal_bytes_whatever_the_slices(
     clip: Path, balls: Path, picture_index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.workflows.search.documents.PICTURE_SLICE_ROWS", 3)
+    monkeypatch.setattr("vembed.workflows.search.build.PICTURE_SLICE_ROWS", 3)
     vembed.build_index(clip, balls, tmp_path / "again")
     for name in PICTURE_FILES - {"vectors.npy", "index.faiss", "checksums.json"}:
         assert (tmp_path / "again" / name).read_bytes() == (picture_index / name).read_bytes(), name
@@ -242,7 +242,7 @@ def test_equal_inputs_give_equal_bytes_whatever_the_slices(
 def test_copies_and_vectors_continue_together_after_a_stop_between_any_two_blocks(
     clip: Path, balls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_appended: int
 ) -> None:
-    monkeypatch.setattr("vembed.workflows.search.documents.PICTURE_SLICE_ROWS", 2)
+    monkeypatch.setattr("vembed.workflows.search.build.PICTURE_SLICE_ROWS", 2)
     vembed.build_index(clip, balls, tmp_path / "whole")
     append, kinds = store._Part.append, []
 

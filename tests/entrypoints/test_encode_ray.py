@@ -13,7 +13,7 @@ from search_cases import write_corpus
 
 import vembed
 from vembed.errors import ConfigError, DataError
-from vembed.workflows.search.documents import DocumentSpans, Written
+from vembed.workflows.search.build import DocumentSpans, Written
 from vembed.workflows.search.ray_job import RayJob
 from vembed.workflows.search.tables import unpacked
 
@@ -63,7 +63,7 @@ def cluster() -> Iterator[None]:
 def test_two_workers_make_the_table_of_one_process(
     call: Any, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.workflows.search.documents.SLICE_ROWS", 256)
+    monkeypatch.setattr("vembed.workflows.search.build.SLICE_ROWS", 256)
     many = write_corpus(tmp_path / "many.jsonl", MANY)
     meta = vembed.build_index(bag, many, tmp_path / "one")
     assert meta.num_truncated == 400

@@ -17,13 +17,13 @@ from command_cases import Site, evaluation, run_here, run_keys, steps_saved, wor
 import vembed.__main__
 import vembed.evaluation.report.run_report
 from vembed.data.read import read
-from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluate import EvaluationOptions, evaluate
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.registry import TRACKERS
 from vembed.training.trackers import Tracker
+from vembed.vectors.encode import ItemEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path

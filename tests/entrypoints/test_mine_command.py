@@ -22,8 +22,8 @@ from sentence_transformers import CrossEncoder
 from vembed.data.keys import DataKeys
 from vembed.data.read import read
 from vembed.losses.registry import RunLoss
-from vembed.mining import output as output_module
 from vembed.vectors import store as store_module
+from vembed.workflows import mining as output_module
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,7 +104,7 @@ def test_weights_labels_and_mapped_columns_come_out_as_they_went_in(
 def test_grades_are_listed_with_those_of_the_mined(
     call: Any, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.mining.output.BLOCK_ROWS", 8)
+    monkeypatch.setattr("vembed.workflows.mining.BLOCK_ROWS", 8)
     rows: list[dict[str, Any]] = [{"query": row["query"], "positive": row["positive"]} for row in made_rows(40)[8:]]
     rows[12:] = [{**row, "label": 0.5} for row in rows[12:]]  # the first block has no grade to tell the type by
     data, output = written(tmp_path / "rows.jsonl", rows), tmp_path / "mined.parquet"

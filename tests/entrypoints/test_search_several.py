@@ -117,7 +117,7 @@ def test_broken_offsets_and_another_reading_of_the_model_are_refused(
 def test_an_encoding_of_several_vectors_that_was_stopped_or_damaged_goes_on_to_the_same_bytes(
     model: Path, several: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.workflows.search.documents.SLICE_ROWS", 4)
+    monkeypatch.setattr("vembed.workflows.search.build.SLICE_ROWS", 4)
     corpus, append, lengths = several.parent / "corpus.jsonl", store._Part.append, []
     vembed.build_index(model, corpus, tmp_path / "whole")
 

@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 
 from vembed.errors import ConfigError
-from vembed.evaluation.benchmark.searchers import build_searcher, time_queries, truncated
 from vembed.evaluation.benchmark.variants import (
     REFERENCE,
+    build_searcher,
     check_model,
     check_sizes,
     plan_variants,
     size_note,
+    time_queries,
+    truncated,
 )
-from vembed.evaluation.quantized import int8_codes, int8_scales
 from vembed.models.tables import NgramBag, NgramBagConfig
+from vembed.vectors.index import codes_per_dimension, scales_per_dimension
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -86,12 +88,12 @@ def test_int8_is_symmetric_rounding_by_dimension_and_scores_the_restored_numbers
     documents[:, 2] = 0.0  # a dimension without any spread
     scales = np.abs(documents).max(axis=0) / 127
     scales[2] = 1.0
-    np.testing.assert_allclose(int8_scales(documents), scales, rtol=1e-6)
-    codes = int8_codes(documents, int8_scales(documents))
-    np.testing.assert_array_equal(codes, np.rint(documents / int8_scales(documents)))
+    np.testing.assert_allclose(scales_per_dimension(documents), scales, rtol=1e-6)
+    codes = codes_per_dimension(documents, scales_per_dimension(documents))
+    np.testing.assert_array_equal(codes, np.rint(documents / scales_per_dimension(documents)))
     assert codes.dtype == np.int8
     assert np.abs(codes.astype(int)).max() == 127
-    reference = queries.astype(np.float64) @ (codes * int8_scales(documents).astype(np.float64)).T
+    reference = queries.astype(np.float64) @ (codes * scales_per_dimension(documents).astype(np.float64)).T
     scores, rows = build_searcher(documents, form(precision="int8")).search(queries, k=10)
     np.testing.assert_array_equal(rows, np.argsort(-reference, axis=1)[:, :10])
     np.testing.assert_allclose(scores, -np.sort(-reference, axis=1)[:, :10], atol=1e-5)

@@ -14,17 +14,17 @@ import torch
 from vembed.data.judged import RetrievalData
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.benchmark.names import model_labels, set_labels, unique_folders
-from vembed.evaluation.benchmark.stored import Cost, Stored, read_stored, write_stored
-from vembed.evaluation.benchmark.vectors import ItemList
-from vembed.evaluation.provenance import (
+from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry, ItemList, run_benchmark
+from vembed.evaluation.benchmark.stored import Cost, Stored, read_stored, task_key, write_stored
+from vembed.evaluation.results import EvaluationResult
+from vembed.models.keys import ModelKeys
+from vembed.models.tables import NgramBag, NgramBagConfig
+from vembed.vectors.provenance import (
     changed_parts,
     items_digest,
     model_key,
-    task_key,
     vectors_key,
 )
-from vembed.evaluation.results import EvaluationResult
-from vembed.models.tables import NgramBag, NgramBagConfig
 
 KEY = {"weights": "a", "texts": "b"}
 RESULT = EvaluationResult(
@@ -50,17 +50,43 @@ def test_a_models_key_is_its_weights_and_its_settings() -> None:
 def test_the_key_of_vectors_sees_texts_their_borders_tokenizer_side_and_precision() -> None:
     encoder, key = bag(), model_key(bag())
 
-    def of(texts: list[str], encoder: NgramBag = encoder, side: str = "query", dtype: torch.dtype | None = None):
-        return vectors_key(encoder, key, texts, side, autocast_dtype=dtype)
+    def of(encoder: NgramBag = encoder, side: str = "query", dtype: torch.dtype | None = None):
+        return vectors_key(encoder, key, side, autocast_dtype=dtype)
 
-    assert of(["a", "b"]) == of(["a", "b"])
+    assert of() == of(bag())
     assert items_digest(["a", "b"]) != items_digest(["b", "a"])
     assert items_digest(["ab", "c"]) != items_digest(["a", "bc"])
     assert len({*ItemList(["a", " a", "b", "a\ud800"]).ids.tolist()}) == 4, "white space counts: it may make a token"
-    assert changed_parts(of(["however"]), of(["however"], bag(longest=4))) == ["tokenizer"]
-    assert changed_parts(of(["a"]), of(["a"], side="document")) == ["side"]
-    assert changed_parts(of(["a"]), of(["a"], dtype=torch.bfloat16)) == ["precision"]
+    assert changed_parts(of(), of(bag(longest=4))) == ["preprocessing"]
+    assert changed_parts(of(), of(side="document")) == ["side"]
+    assert changed_parts(of(), of(dtype=torch.bfloat16)) == ["precision"]
     assert items_digest(["a\ud800"]) != items_digest(["a"])
+
+
+def test_a_changed_query_is_the_only_one_that_is_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bag().save(tmp_path / "bag")
+    path, encoded, forward = tmp_path / "rows.jsonl", [], NgramBag.forward
+
+    def counting(self: NgramBag, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        encoded.append(len(inputs["offsets"]))
+        return forward(self, inputs)
+
+    monkeypatch.setattr(NgramBag, "forward", counting)
+
+    def run(queries: list[str]) -> Entry:
+        encoded.clear()
+        rows = [{"query": query, "positive": f"document {number}"} for number, query in enumerate(queries)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = BenchmarkOptions(torch.device("cpu"), 64, None, None, None, lambda: None)
+        (entry,) = run_benchmark([ModelKeys(model_name=str(tmp_path / "bag"))], [str(path)], tmp_path / "out", options)
+        return entry
+
+    queries = [f"the query {number}" for number in range(20)]
+    run(queries)
+    assert sum(encoded) == 40
+    entry = run([*queries[:7], "another query", *queries[8:]])
+    assert (sum(encoded), entry.resumed) == (1, False)
+    assert entry.result.num_queries == 20
 
 
 def test_the_key_of_a_task_sees_ids_judgements_and_where_asked_texts() -> None:

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from vembed.errors import PreemptedError
-from vembed.evaluation import encode as encode_module
-from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.gradcache.chunks import ChunkBudget, plan_chunks
 from vembed.models.encoder import Encoder
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.plan.devices import Machine
+from vembed.vectors import encode as encode_module
+from vembed.vectors.encode import ItemEncoder, encoding_budget
 
 CPU = torch.device("cpu")
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]

@@ -17,10 +17,10 @@ import torch
 from vembed.batch import Image
 from vembed.data.images import ImageError
 from vembed.errors import DataError, PreemptedError
-from vembed.evaluation import encode as room
-from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.from_scratch import TinyClip, TinyClipConfig
+from vembed.vectors import encode as room
+from vembed.vectors.encode import ItemEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,10 +16,10 @@ from test_engine_syncs import Waits
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from vembed.batch import Features, texts_of
-from vembed.evaluation import encode as encode_module
-from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.encoder import Encoder
+from vembed.vectors import encode as encode_module
+from vembed.vectors.encode import ItemEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

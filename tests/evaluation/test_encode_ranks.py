@@ -15,8 +15,6 @@ from torch import Tensor
 from vembed.data.judged import RetrievalData
 from vembed.distributed.ranks import Ranks
 from vembed.errors import PreemptedError
-from vembed.evaluation import encode as encode_module
-from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluate import Directions, EvaluationOptions, encode_directions, search_directions
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.encoder import Encoder
@@ -24,6 +22,8 @@ from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.measure import LiveBytes
 from vembed.models.tables import NgramBag, NgramBagConfig
+from vembed.vectors import encode as encode_module
+from vembed.vectors.encode import ItemEncoder
 
 CPU = torch.device("cpu")
 OPTIONS = EvaluationOptions(system="bag")

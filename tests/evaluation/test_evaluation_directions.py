@@ -11,7 +11,6 @@ import torch
 
 from vembed.batch import Composed, Image
 from vembed.data.judged import RetrievalData
-from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluate import (
     EvaluationOptions,
     asking_rows,
@@ -25,6 +24,7 @@ from vembed.evaluation.judge import RSUM_METRICS, recall_sum, sum_interval
 from vembed.evaluation.results import EvaluationResult
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.tables import NgramBag, NgramBagConfig
+from vembed.vectors.encode import ItemEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vembed.errors import ConfigError, NonFiniteError, PreemptedError
-from vembed.evaluation import index
-from vembed.evaluation.index import build_index, search, search_index
+from vembed.vectors import index
+from vembed.vectors.index import build_index, search, search_index
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -11,6 +11,7 @@ from test_graded_pairs import pairs_of
 
 from vembed.batch import Ragged
 from vembed.data.keys import DataKeys
+from vembed.data.read import read
 from vembed.evaluation.evaluate import EvaluationOptions, evaluate, pair_similarities
 from vembed.evaluation.graded import DRAWS, measure_pairs
 from vembed.evaluation.judge import CONFIDENCE, verdict

@@ -12,14 +12,13 @@ from vembed.batch import Features, Ragged, texts_of
 from vembed.data.judged import RetrievalData
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, NonFiniteError, PreemptedError
-from vembed.evaluation import maxsim
-from vembed.evaluation.benchmark.searchers import build_searcher, time_queries
-from vembed.evaluation.benchmark.variants import REFERENCE, check_model, plan_variants
-from vembed.evaluation.encode import ItemEncoder, encoding_budget
+from vembed.evaluation.benchmark.variants import REFERENCE, build_searcher, check_model, plan_variants, time_queries
 from vembed.evaluation.evaluate import EvaluationOptions, evaluate
 from vembed.evaluation.graded import GradedPairs
-from vembed.evaluation.maxsim import search_maxsim
 from vembed.models.encoder import Encoder
+from vembed.vectors import index
+from vembed.vectors.encode import ItemEncoder, encoding_budget
+from vembed.vectors.index import search_maxsim
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -102,9 +101,9 @@ def by_double_loop(documents: Ragged, queries: Ragged) -> NDArray[np.float64]:
 def test_scores_and_ranks_equal_a_double_loop(
     query_vectors: int, document_vectors: int, merged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(maxsim, "MERGED_DOCUMENTS", merged)
-    monkeypatch.setattr(maxsim, "QUERY_VECTORS", query_vectors)
-    monkeypatch.setattr(maxsim, "DOCUMENT_VECTORS", document_vectors)
+    monkeypatch.setattr(index, "MERGED_DOCUMENTS", merged)
+    monkeypatch.setattr(index, "QUERY_VECTORS", query_vectors)
+    monkeypatch.setattr(index, "DOCUMENT_VECTORS", document_vectors)
     documents, queries = random_rows(0, [3, 1, 9, 2, 2, 5, 1, 4]), random_rows(1, [1, 4, 2, 6])
     wanted = by_double_loop(documents, queries)
     scores_Qk, rows_Qk = search_maxsim(documents, queries, k=5)
@@ -128,8 +127,8 @@ def test_of_equal_scores_the_first_document_is_kept_whatever_the_blocks(monkeypa
     documents = Ragged(np.ones((6, DIM), dtype=np.float32), np.arange(7))
     queries = random_rows(1, [2])
     for block in (1, 2, 100):
-        monkeypatch.setattr(maxsim, "DOCUMENT_VECTORS", block)
-        monkeypatch.setattr(maxsim, "MERGED_DOCUMENTS", block)
+        monkeypatch.setattr(index, "DOCUMENT_VECTORS", block)
+        monkeypatch.setattr(index, "MERGED_DOCUMENTS", block)
         assert search_maxsim(documents, queries, k=3)[1].tolist() == [[0, 1, 2]]
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from vembed.batch import Ragged
 from vembed.data.judged import RetrievalData
+from vembed.evaluation.benchmark.stored import task_key
 from vembed.evaluation.evaluate import EvaluationOptions, RunBuilder, evaluate
-from vembed.evaluation.provenance import changed_parts, task_key
+from vembed.vectors.provenance import changed_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from fuzz_limits import within_limits
 import vembed
 from vembed.distributed.ranks import Ranks
 from vembed.errors import VembedError
-from vembed.evaluation.encode import Encoded
+from vembed.vectors.encode import Encoded
 from vembed.vectors.store import VectorStore
 
 if TYPE_CHECKING:

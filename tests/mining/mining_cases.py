@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.data.table import LoadedRecords
-    from vembed.evaluation.encode import ItemEncoder
-    from vembed.mining.task import MiningTask
+    from vembed.vectors.encode import ItemEncoder
     from vembed.vectors.keys import MiningKeys
+    from vembed.vectors.mining import MiningTask
 
 WORDS = [
     f"{head}{tail}" for head in ("ka", "lo", "mi", "su", "te", "vo") for tail in ("ran", "bel", "dip", "gos", "nuk")

@@ -14,26 +14,25 @@ from mining_cases import made_rows, read_rows, reference, written
 
 from vembed.api.model import load
 from vembed.batch import Image, content_id
+from vembed.data.read import read
 from vembed.data.table_writer import RecordWriter
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, DataError, MachineError
-from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
-from vembed.mining import mine as mine_module
-from vembed.mining import teacher as teacher_module
-from vembed.mining.mine import Miner
-from vembed.mining.task import MiningTask, corpus_items
-from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
 from vembed.models.tables import NgramBag, NgramBagConfig
+from vembed.vectors import mining as mine_module
 from vembed.vectors import store as store_module
+from vembed.vectors.encode import ItemEncoder
+from vembed.vectors.items import corpus_items
 from vembed.vectors.keys import MiningKeys
+from vembed.vectors.mining import CrossEncoderTeacher, EncoderTeacher, Miner, MiningTask
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rank_pool import RankPool
 
-    from vembed.mining.mine import Mined
+    from vembed.vectors.mining import Mined
 
 SETTINGS = {
     "naive": {"mine_relative_margin": None},
@@ -204,6 +203,28 @@ def test_a_rerun_goes_on_and_finds_the_same(
     assert other.rows_Un.shape[1] == 2, "other settings are mined anew, with the vectors that are there"
 
 
+def test_a_changed_query_is_the_only_item_that_is_encoded_again(
+    encode: ItemEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, sizes, forward = made_rows(20), [], NgramBag.forward
+
+    def counting(self: NgramBag, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        sizes.append(len(inputs["offsets"]))
+        return forward(self, inputs)
+
+    monkeypatch.setattr(NgramBag, "forward", counting)
+    Miner(encode, MiningKeys(), tmp_path / "work").mine(
+        MiningTask.of(read(str(written(tmp_path / "a.jsonl", made)), "train").records().table)
+    )
+    assert sum(sizes) == 19 + 20, "two rows have one query; the negatives are other rows' documents"
+    sizes.clear()
+    made[10]["query"] += " anew"
+    task = MiningTask.of(read(str(written(tmp_path / "b.jsonl", made)), "train").records().table)
+    again = Miner(encode, MiningKeys(), tmp_path / "work").mine(task)
+    assert sum(sizes) == 1
+    np.testing.assert_array_equal(again.rows_Un, Miner(encode, MiningKeys(), tmp_path / "new").mine(task).rows_Un)
+
+
 def test_a_teacher_decides_what_the_margin_leaves_out(task: MiningTask, encode: ItemEncoder, tmp_path: Path) -> None:
     torch.manual_seed(5)
     other = NgramBag(NgramBagConfig(dimension=64, buckets=4096, max_words=16))
@@ -286,7 +307,7 @@ def test_a_cross_encoder_refuses_pictures_and_looks_alone_whether_it_is_to_stop(
     task: MiningTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several ranks one may have more blocks of pairs: were it to ask the others, it would wait for ever."""
-    monkeypatch.setattr(teacher_module, "TEXTS_BLOCK", 4)
+    monkeypatch.setattr(mine_module, "TEXTS_BLOCK", 4)
     model: Any = Pairs()
     rows_P, polls = np.arange(10), []
     for ranks, expected in ((Ranks(), 3), (Ranks(rank=0, world_size=2), 0)):

@@ -11,15 +11,13 @@ from mining_cases import made_rows, read_rows, written
 
 from vembed.api.model import load
 from vembed.batch import ImageLimits
-from vembed.evaluation.encode import ItemEncoder
+from vembed.evaluation.mining_report import MiningReport, mining_page
 from vembed.gradcache.chunks import ChunkBudget
-from vembed.mining.mine import Miner
-from vembed.mining.report import MiningReport, mining_page
-from vembed.mining.task import MiningTask
-from vembed.mining.teacher import EncoderTeacher
 from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.pages.markdown import render_markdown
+from vembed.vectors.encode import ItemEncoder
 from vembed.vectors.keys import MiningKeys
+from vembed.vectors.mining import EncoderTeacher, Miner, MiningTask
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,12 +15,12 @@ from picture_cases import write_picture_model as write
 
 from vembed.batch import Composed, Features, Image, content_id
 from vembed.errors import DataError
-from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.composed import join_features
 from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
+from vembed.vectors.encode import ItemEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,8 +24,8 @@ from transformers import (
     SiglipImageProcessor,
 )
 
-from vembed.evaluation.provenance import model_key
 from vembed.models.pictures import Normalisation, last_step, normalised, run_processor
+from vembed.vectors.provenance import model_key
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,13 +16,13 @@ import vembed
 from vembed.batch import Augmentation, Image, ImageLimits
 from vembed.data.images import decode_image
 from vembed.errors import ConfigError
-from vembed.evaluation.provenance import model_key
 from vembed.models.adapters import save_trained
 from vembed.models.export import ExportRequest, export_model
 from vembed.models.from_scratch import TinyClip
 from vembed.models.hub import PICTURES_FILE
 from vembed.models.keys import ModelKeys
 from vembed.models.pictures import normalised
+from vembed.vectors.provenance import model_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,8 +22,8 @@ from vembed.training.run import run_from_config
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.training.finish import RunResult
+    from vembed.vectors.encode import ItemEncoder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("undrawn")]
 

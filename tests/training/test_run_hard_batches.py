@@ -16,9 +16,9 @@ import vembed
 from vembed.data.arrangements import whole_numbers
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import ConfigError
-from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.models.tables import NgramBag
-from vembed.vectors.hard_vectors import HardVectors
+from vembed.vectors.encode import ItemEncoder, encoding_budget
+from vembed.vectors.items import HardVectors
 
 if TYPE_CHECKING:
     from pathlib import Path

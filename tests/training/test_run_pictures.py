@@ -23,7 +23,7 @@ from vembed.training.run import run_from_config
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.evaluation.encode import ItemEncoder
+    from vembed.vectors.encode import ItemEncoder
 
 MODES: tuple[RetrievalMode, ...] = ("t2t", "t2i", "i2t", "i2i")
 COLUMNS = {"t": ("query", "positive"), "i": ("query_image", "positive_image")}

@@ -24,7 +24,6 @@ from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import is_shared
 from vembed.errors import NonFiniteError
-from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.passes import Passes, RngState
@@ -36,6 +35,7 @@ from vembed.training.batches import BatchSource
 from vembed.training.run import run_from_config
 from vembed.vectors import frozen
 from vembed.vectors import store as vector_store
+from vembed.vectors.encode import ItemEncoder
 from vembed.vectors.frozen import FrozenItems, find_frozen
 
 if TYPE_CHECKING:

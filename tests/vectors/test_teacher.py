@@ -21,7 +21,6 @@ from vembed.data.read import read
 from vembed.data.sampler import GlobalSampler
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
-from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure, ContrastiveLoss
@@ -32,8 +31,9 @@ from vembed.plan.devices import Devices
 from vembed.training.batches import BatchSource
 from vembed.vectors import store as vector_store
 from vembed.vectors import teacher as teaching
+from vembed.vectors.encode import ItemEncoder
 from vembed.vectors.items import distinct_items
-from vembed.vectors.teacher import Answers, Asking, PairTeacher, Teacher, TeacherUse, find_teacher
+from vembed.vectors.teacher import Answers, PairTeacher, Teacher, TeacherUse, find_teacher
 
 if TYPE_CHECKING:
     from rank_pool import RankPool
@@ -80,8 +80,8 @@ def find(folder: Path, name: str = "bag", *, use: TeacherUse = BOTH, kept: str =
     return find_teacher(keys, records_in(folder), use, folder / kept, limits=ImageLimits(), devices=devices)
 
 
-def asking(ranks: Ranks | None = None) -> Asking:
-    return Asking(CPU, ranks or Ranks(), None, lambda: None)
+def asking(ranks: Ranks | None = None) -> tuple[Any, ...]:
+    return CPU, ranks or Ranks(), None, lambda: None
 
 
 def filled(folder: Path, answers: Answers) -> ContrastiveBatch:
@@ -115,7 +115,7 @@ def count_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_batch_gets_unit_vectors_of_its_items_and_scores_of_each_rows_own_documents(folder: Path) -> None:
-    batch = filled(folder, find(folder).answers(asking()))
+    batch = filled(folder, find(folder).answers(*asking()))
     encode = ItemEncoder(load_encoder(ModelKeys(model_name=str(folder / "bag"))), ChunkBudget(3, 10**6), CPU)
     for items, side, found in (
         (batch.queries, "query", batch.teacher_Q),
@@ -132,21 +132,21 @@ def test_a_batch_gets_unit_vectors_of_its_items_and_scores_of_each_rows_own_docu
     assert {*map(tuple, batch.listed_P2.tolist())} == own
     scores_QD = batch.teacher_Q.astype(np.float64) @ batch.teacher_D.T.astype(np.float64)
     np.testing.assert_allclose(batch.listed_scores_P, scores_QD[tuple(batch.listed_P2.T)], atol=1e-6)
-    only = filled(folder, find(folder, use=TeacherUse(vectors=True, scores=False)).answers(asking()))
+    only = filled(folder, find(folder, use=TeacherUse(vectors=True, scores=False)).answers(*asking()))
     assert (only.listed_P2, only.teacher_Q is None) == (None, False)
 
 
 def test_it_is_asked_once_and_another_teacher_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = count_encoded(monkeypatch)
-    first = filled(folder, find(folder).answers(asking()))
+    first = filled(folder, find(folder).answers(*asking()))
     distinct = {record.query for record in records_in(folder)}
     assert counts[0] == len(distinct) < NUM_ROWS, "an item that repeats is encoded once"
     counts.clear()
-    again = filled(folder, find(folder).answers(asking()))
+    again = filled(folder, find(folder).answers(*asking()))
     assert counts == []
     assert np.array_equal(first.teacher_D, again.teacher_D)
     write_bag(folder / "bag", seed=1)
-    other = filled(folder, find(folder).answers(asking()))
+    other = filled(folder, find(folder).answers(*asking()))
     assert sum(counts) > 0
     assert not np.allclose(first.teacher_D, other.teacher_D)
 
@@ -168,7 +168,7 @@ def test_its_identity_tells_another_teacher_apart_and_reads_the_weights_once(
     teacher = find(folder, name, use=use)
     identity = teacher.identity(Ranks(), None)
     assert {"weights", "encoder", "preprocessing", "precision"} == identity.keys()
-    teacher.answers(asking())
+    teacher.answers(*asking())
     assert teacher.identity(Ranks(), None) == identity == find(folder, name, use=use).identity(Ranks(), None)
     assert loaded.count(str(folder / "bag")) == 2 * (name == "bag")
     assert find(folder, name, use=use).identity(Ranks(), torch.bfloat16)["precision"] == "torch.bfloat16"
@@ -179,7 +179,7 @@ def test_its_identity_tells_another_teacher_apart_and_reads_the_weights_once(
 
 def test_a_killed_process_goes_on_behind_its_last_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vector_store, "BLOCK_ROWS", 3)
-    whole = filled(folder, find(folder, kept="whole").answers(asking()))
+    whole = filled(folder, find(folder, kept="whole").answers(*asking()))
     counts = count_encoded(monkeypatch)
     child = os.fork()
     if child == 0:  # killed while it has vectors of the third block in hand
@@ -192,12 +192,12 @@ def test_a_killed_process_goes_on_behind_its_last_block(folder: Path, monkeypatc
                 yield encoded
 
         ItemEncoder.stream = dies  # type: ignore[method-assign]
-        find(folder).answers(asking())
+        find(folder).answers(*asking())
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    resumed = filled(folder, find(folder).answers(asking()))
+    resumed = filled(folder, find(folder).answers(*asking()))
     num_left, counts[:] = sum(counts), []
-    find(folder, kept="third").answers(asking())
+    find(folder, kept="third").answers(*asking())
     assert num_left == sum(counts) - 2 * 3
     for name in ("teacher_Q", "teacher_D", "listed_scores_P"):
         assert np.array_equal(getattr(resumed, name), getattr(whole, name)), name
@@ -207,14 +207,14 @@ def test_a_killed_process_goes_on_behind_its_last_block(folder: Path, monkeypatc
 def test_a_damaged_block_is_noticed_and_asked_again(
     folder: Path, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = filled(folder, find(folder).answers(asking()))
+    good = filled(folder, find(folder).answers(*asking()))
     [path, _] = sorted((folder / "kept").glob(f"*/{part}"))
     content = bytearray(path.read_bytes())
     content[-40] ^= 1
     path.write_bytes(content)
     counts = count_encoded(monkeypatch)
     with caplog.at_level("INFO", "vembed"):
-        again = filled(folder, find(folder).answers(asking()))
+        again = filled(folder, find(folder).answers(*asking()))
     assert len(counts) == 1
     assert "again (" in caplog.text
     assert np.array_equal(again.teacher_Q, good.teacher_Q)
@@ -228,7 +228,7 @@ def test_the_plan_says_what_asking_costs(folder: Path) -> None:
     assert f"{counts[0]} texts (query) and {counts[1]} texts (document) once, before step 1" in teacher.note
     assert teacher.num_bytes == 4 * DIMENSION * sum(counts)
     assert not (folder / "kept").exists(), "nothing is asked for a plan"
-    teacher.answers(asking())
+    teacher.answers(*asking())
     stored = sum(path.stat().st_size for path in (folder / "kept").glob("*/vectors.npy"))
     assert teacher.num_bytes < stored < teacher.num_bytes + 2 * 200
 
@@ -278,14 +278,14 @@ def on_rank(rank: int, folder: str, kept: str) -> tuple[list[float], int]:
 
     ItemEncoder._encode_share = counted  # type: ignore[method-assign]
     try:
-        answers = find(Path(folder), kept=kept).answers(asking(ranks))
+        answers = find(Path(folder), kept=kept).answers(*asking(ranks))
     finally:
         ItemEncoder._encode_share = share  # type: ignore[method-assign]
     return trajectory(Path(folder), answers, ranks), sum(counts)
 
 
 def test_two_processes_share_the_asking_and_train_as_one_does(two_ranks: RankPool, folder: Path) -> None:
-    alone = trajectory(folder, find(folder).answers(asking()), Ranks())
+    alone = trajectory(folder, find(folder).answers(*asking()), Ranks())
     assert alone[-1] < 0.8 * alone[0], "it learns, or there is nothing to compare"
     (first, first_count), (second, second_count) = two_ranks.run(on_rank, str(folder), "kept")
     assert (first_count, second_count) == (0, 0), "what one process asked two need not ask"
@@ -307,7 +307,7 @@ def test_what_a_cross_encoder_said_of_a_pair_is_what_the_library_says(
     use = TeacherUse(vectors=False, scores=True)
     teacher = find(folder, "judge", use=use)
     assert isinstance(teacher, PairTeacher)
-    batch = filled(folder, teacher.answers(asking()))
+    batch = filled(folder, teacher.answers(*asking()))
     assert batch.listed_P2 is not None
     assert batch.teacher_Q is None
     pairs = [[batch.queries[row], batch.documents[place]] for row, place in batch.listed_P2.tolist()]
@@ -317,13 +317,13 @@ def test_what_a_cross_encoder_said_of_a_pair_is_what_the_library_says(
     assert np.ptp(expected) > 0.1, "scores differ"
     np.testing.assert_allclose(batch.listed_scores_P, expected, atol=1e-6)
     monkeypatch.setattr(Library, "predict", lambda *_, **__: pytest.fail("it was asked again"))
-    again = filled(folder, find(folder, "judge", use=use).answers(asking()))
+    again = filled(folder, find(folder, "judge", use=use).answers(*asking()))
     assert np.array_equal(again.listed_scores_P, batch.listed_scores_P)
 
 
 def judged_on(rank: int, folder: str) -> np.ndarray:
     teacher = find(Path(folder), "judge", use=TeacherUse(vectors=False, scores=True), kept="by two")
-    scores_P = filled(Path(folder), teacher.answers(asking(Ranks.of_this_process()))).listed_scores_P
+    scores_P = filled(Path(folder), teacher.answers(*asking(Ranks.of_this_process()))).listed_scores_P
     assert scores_P is not None
     return scores_P
 
@@ -332,7 +332,7 @@ def judged_on(rank: int, folder: str) -> np.ndarray:
 def test_two_processes_share_the_pairs_of_a_cross_encoder(two_ranks: RankPool, folder: Path) -> None:
     write_cross_encoder(folder / "judge", WORDS)
     teacher = find(folder, "judge", use=TeacherUse(vectors=False, scores=True))
-    alone = filled(folder, teacher.answers(asking())).listed_scores_P
+    alone = filled(folder, teacher.answers(*asking())).listed_scores_P
     for scores_P in two_ranks.run(judged_on, str(folder)):
         np.testing.assert_allclose(scores_P, alone, atol=1e-6)
 

@@ -17,13 +17,13 @@ from vembed.config.messages import checked_section
 from vembed.data.python_rows import items_of, refuse_other_modalities
 from vembed.distributed.runtime import local_device
 from vembed.errors import ConfigError, NonFiniteError
-from vembed.evaluation.encode import ItemEncoder, encoding_budget, refuse_several_vectors, values_of
 from vembed.evaluation.keys import CardKeys
 from vembed.evaluation.mteb import model_meta, taken_by_mteb
 from vembed.models.hub import ModelIdentity, identify
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.names import COMMIT, locate_model
+from vembed.vectors.encode import ItemEncoder, encoding_budget, refuse_several_vectors, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from vembed.batch import Modality, Side
     from vembed.data.python_rows import ItemInput
-    from vembed.evaluation.encode import Vectors
     from vembed.models.encoder import Encoder, Similarity
+    from vembed.vectors.encode import Vectors
     from vembed.workflows.publishing.push import Pushed
 
 _log = logging.getLogger(__name__)

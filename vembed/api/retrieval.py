@@ -28,10 +28,9 @@ from vembed.section import facts_of
 from vembed.vectors.keys import IndexKeys
 from vembed.workflows.search.build import BuildOptions, write_index
 from vembed.workflows.search.format import IndexMeta
-from vembed.workflows.search.index import Hit, SearchIndex
+from vembed.workflows.search.index import Hit, Searcher, SearchIndex
 from vembed.workflows.search.output import output_form, refuse_taken
 from vembed.workflows.search.ray_job import RayJob
-from vembed.workflows.search.searcher import Searcher
 from vembed.workflows.search.tables import is_table, unpacked
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from vembed.data.keys import LabelKind
     from vembed.data.python_rows import RowsInput
-    from vembed.evaluation.encode import ItemEncoder
+    from vembed.vectors.encode import ItemEncoder
 
 __all__ = ["EvaluationResult", "Hit", "IndexMeta", "Searcher", "build_index", "evaluate", "open_index"]
 

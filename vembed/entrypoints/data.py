@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from vembed.data.keys import Role
     from vembed.data.read import DataSource
-    from vembed.evaluation.encode import ItemEncoder
+    from vembed.vectors.encode import ItemEncoder
 
 
 class RowsOptions(RowOptions):

@@ -213,10 +213,10 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     from vembed.distributed.signals import StopSignal
     from vembed.evaluation.benchmark.names import model_labels, set_labels
     from vembed.evaluation.benchmark.run import load_model
-    from vembed.evaluation.encode import ItemEncoder, encoding_budget
     from vembed.evaluation.graded import graded_page, load_pairs, measure_pairs
     from vembed.pages.terminal import render_terminal
     from vembed.pages.write import write_page
+    from vembed.vectors.encode import ItemEncoder, encoding_budget
 
     quiet_libraries()
     root = None if options.image_root is None else str(options.image_root)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from vembed.data.table import ItemTable
     from vembed.distributed.runtime import Runtime
     from vembed.distributed.signals import StopSignal
-    from vembed.mining.mine import Teacher
-    from vembed.mining.task import MiningTask
+    from vembed.vectors.mining import MiningTask, Teacher
 
 
 class MineOptions(RowOptions, MiningKeys, ModelOptions, PictureOptions):
@@ -79,7 +78,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
         raise ConfigError("--seed has an effect only with --sampling random")
     from vembed.data.read import read
     from vembed.losses.registry import RunLoss
-    from vembed.mining.output import refuse_output
+    from vembed.workflows.mining import refuse_output
 
     output = home_path(options.output)
     refuse_output(output, overwrite=True)
@@ -116,11 +115,10 @@ def _mine(
     stop: StopSignal,
 ) -> None:
     from vembed.api.model import load
-    from vembed.mining.mine import Miner, Seconds
-    from vembed.mining.output import rows_without_positives, write_rows
-    from vembed.mining.report import MiningReport, mining_page
-    from vembed.mining.task import MiningTask
+    from vembed.evaluation.mining_report import MiningReport, mining_page
     from vembed.pages.write import write_page
+    from vembed.vectors.mining import Miner, MiningTask, Seconds
+    from vembed.workflows.mining import rows_without_positives, write_rows
 
     # Every rank encodes its share and reads the shares of the others; the first one alone writes and prints.
     seconds, ranks = Seconds(), runtime.ranks
@@ -176,7 +174,7 @@ def _corpus(options: MineOptions, keys: DataKeys) -> ItemTable | None:
     if options.corpus is None:
         return None
     from vembed.data.read import read
-    from vembed.mining.task import corpus_items
+    from vembed.vectors.items import corpus_items
 
     return corpus_items(document.item for document in read(options.corpus, "train", keys).documents())
 
@@ -188,9 +186,9 @@ def _teacher(
     if options.teacher is None:
         return None
     from vembed.api.model import load
-    from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
     from vembed.models.keys import ModelKeys
     from vembed.models.st_library import CrossEncoder
+    from vembed.vectors.mining import CrossEncoderTeacher, EncoderTeacher
 
     name, pickled = options.teacher, options.allow_pickle
     keys = ModelKeys(model_name=name, allow_pickle=pickled)

@@ -1,5 +1,5 @@
-"""Retrieval evaluation: encode, search with FAISS, score with trec_eval, compare, and report.
+"""Retrieval evaluation: score rankings with trec_eval, compare, and report.
 
-Here: tasks (queries, corpus, relevance judgements), the search index, metrics, significance, and the report.
-Not here: how a text becomes a vector (models/), when to evaluate (training/).
+Here: tasks (queries, corpus, relevance judgements), metrics, significance, and the report.
+Not here: how items become vectors and are searched (vectors/), when to evaluate (training/).
 """

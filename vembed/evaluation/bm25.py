@@ -79,7 +79,11 @@ def evaluate_bm25(
     builder = RunBuilder(task, ks=ks, depth=depth)
     started = time.perf_counter()
     document_ids = list(task.documents)
-    index = _index(_words(list(task.documents.values()), language))
+    # bm25s can't index a corpus without any word (emoji, single letters): then there is no index, and no hit.
+    document_words, index = _words(list(task.documents.values()), language), None
+    if any(document_words):
+        index = _bm25s().BM25(k1=K1, b=B, method="lucene", backend="numpy")
+        index.index(document_words, show_progress=False)
     words = _words([task.queries[query_id] for query_id in builder.query_ids], language)
     nothing_found = 0
     for position, (query_id, query_words) in enumerate(zip(builder.query_ids, words, strict=True)):
@@ -130,19 +134,12 @@ def _words(texts: Sequence[Item], language: Bm25Language) -> list[list[str]]:
     return words
 
 
-def _index(words: list[list[str]]) -> bm25s.BM25 | None:
-    """Return the index of the documents' words, or None where there is no word at all (emoji, single letters)."""
-    if not any(words):
-        return None
-    index = _bm25s().BM25(k1=K1, b=B, method="lucene", backend="numpy")
-    index.index(words, show_progress=False)
-    return index
-
-
 def _hits(index: bm25s.BM25 | None, words: list[str], *, wanted: int) -> list[tuple[int, float]]:
     """Return (row, score) of the best documents, in any order: `wanted` of them, and all that tie with the last."""
     if index is None or not words:
         return []
+    # A sort of all scores would cost most of the search: partition finds the last one that counts, and ties with it
+    # stay, since the order among them is settled by trec_eval's rule later.
     scores_D = index.get_scores(words)
     rows = np.flatnonzero(scores_D > 0)
     if len(rows) > wanted:

@@ -21,7 +21,7 @@ from vembed.evaluation.results import METRICS_FILE, read_evaluation
 from vembed.losses.registry import loss_section
 from vembed.pages.text import value_text
 from vembed.redact import redact
-from vembed.registry import LOSSES
+from vembed.registry import LOSSES, plugin_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -30,10 +30,7 @@ import numpy as np
 
 from vembed.batch import Ragged, content_id
 from vembed.errors import ConfigError, DataError
-from vembed.evaluation.encode import rows_of, values_of
-from vembed.evaluation.index import check_finite, search
 from vembed.evaluation.judge import recall_sum
-from vembed.evaluation.maxsim import search_maxsim
 from vembed.evaluation.metrics import (
     DEFAULT_DEPTH,
     DEFAULT_KS,
@@ -46,6 +43,8 @@ from vembed.evaluation.metrics import (
     with_relevant,
 )
 from vembed.evaluation.results import EvaluationResult, approximate_note
+from vembed.vectors.encode import rows_of, values_of
+from vembed.vectors.index import check_finite, search, search_maxsim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -54,10 +53,10 @@ if TYPE_CHECKING:
 
     from vembed.batch import Features, Item, Side
     from vembed.data.judged import RetrievalData
-    from vembed.evaluation.encode import ItemEncoder, Vectors
     from vembed.evaluation.judge import RecallSum
     from vembed.evaluation.report.vectors import Geometry
     from vembed.models.encoder import Encoder
+    from vembed.vectors.encode import ItemEncoder, Vectors
 
     Encode: TypeAlias = Callable[[Sequence[Item], Side], Vectors]
 

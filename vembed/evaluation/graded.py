@@ -25,14 +25,14 @@ import numpy as np
 
 from vembed.data.python_rows import refuse_other_modalities
 from vembed.errors import DataError
-from vembed.evaluation.encode import values_of
 from vembed.evaluation.evaluate import pair_similarities
-from vembed.evaluation.index import check_finite
 from vembed.evaluation.judge import CONFIDENCE, FLOAT_NOISE_DECIMALS, Comparison, judged
 from vembed.evaluation.metrics import PAIR_MEASURES, RankedValues
 from vembed.pages.page import SYMBOLS, Cell, Items, Note, Page, Section, Table, command_blocks, pairs_table
 from vembed.pages.text import count_text, metric_text, number_text, signed_text
 from vembed.text import plural
+from vembed.vectors.encode import values_of
+from vembed.vectors.index import check_finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from vembed.batch import Item
     from vembed.data.judged import PairKind
     from vembed.data.read import DataSource
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.judge import Verdict
     from vembed.pages.page import Block
+    from vembed.vectors.encode import ItemEncoder
 
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 DRAWS = 2000

@@ -19,12 +19,12 @@ import numpy as np
 from vembed.batch import Composed, Image, modality_words
 from vembed.data.python_rows import as_png
 from vembed.errors import ConfigError, DataError, MachineError
-from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
-from vembed.evaluation.provenance import digest, features_digest, model_key
 from vembed.models.exportable import sample_kinds
 from vembed.models.names import MODEL_FOLDER
 from vembed.redact import redact
 from vembed.registry import import_extra
+from vembed.vectors.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
+from vembed.vectors.provenance import digest, features_digest, model_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

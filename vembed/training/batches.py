@@ -35,7 +35,7 @@ from vembed.training.model import teacher_keys
 from vembed.training.refresh import HardBatchRefresh, MiningRefresh, RefreshedBatches
 from vembed.vectors.frozen import FrozenItems, find_frozen, is_stored, stored_features, stored_pool
 from vembed.vectors.keys import teacher_gives_scores
-from vembed.vectors.teacher import Asking, TeacherUse, find_teacher
+from vembed.vectors.teacher import TeacherUse, find_teacher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -331,7 +331,7 @@ def ask(run: Run, teacher: Teacher | None) -> Answers | None:
     """Return the teacher's answers, from disk where they are still true."""
     if teacher is None:
         return None
-    return teacher.answers(Asking(run.device, run.ranks, run.autocast_dtype, run.stop.poll))
+    return teacher.answers(run.device, run.ranks, run.autocast_dtype, run.stop.poll)
 
 
 def estimated_costs(items: Sequence[Item], max_length: int | None) -> NDArray[np.int64]:

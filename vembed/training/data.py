@@ -14,8 +14,8 @@ from vembed.data.run_data import load_run_data
 from vembed.data.sampler import GlobalSampler, Mixture
 from vembed.data.table import ItemColumn
 from vembed.errors import DataError
-from vembed.mining.task import corpus_items
 from vembed.text import show_duration
+from vembed.vectors.items import corpus_items
 from vembed.vectors.keys import teacher_gives_scores
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from vembed.data.judged import RetrievalData
     from vembed.data.overlap import Overlap
     from vembed.data.run_data import FurtherSet
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.judge import SetRole
     from vembed.evaluation.keys import Bm25Language
     from vembed.evaluation.results import EvaluationResult
+    from vembed.vectors.encode import ItemEncoder
 
 _log = logging.getLogger(__name__)
 

@@ -27,12 +27,7 @@ import numpy as np
 from vembed.batch import Ragged
 from vembed.data.arrangements import HardBatches
 from vembed.errors import MachineError
-from vembed.evaluation.encode import ItemEncoder, encoding_budget
-from vembed.evaluation.provenance import digest, model_key
 from vembed.files import new_file
-from vembed.mining.mine import Miner, refuse_impossible
-from vembed.mining.task import MiningTask, documents_to_mine
-from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
 from vembed.models.load import load_encoder, load_skeleton
 from vembed.models.profile import CANNOT_RUN
 from vembed.models.st_library import CrossEncoder
@@ -40,7 +35,17 @@ from vembed.redact import redact
 from vembed.text import every, show_duration
 from vembed.training.data import build_sampler, image_limits
 from vembed.training.model import teacher_keys
-from vembed.vectors.hard_vectors import HardVectors
+from vembed.vectors.encode import ItemEncoder, encoding_budget
+from vembed.vectors.items import HardVectors
+from vembed.vectors.mining import (
+    CrossEncoderTeacher,
+    EncoderTeacher,
+    Miner,
+    MiningTask,
+    documents_to_mine,
+    refuse_impossible,
+)
+from vembed.vectors.provenance import digest, model_key
 from vembed.vectors.teacher import ROWS_AT_ONCE
 
 if TYPE_CHECKING:
@@ -56,9 +61,9 @@ if TYPE_CHECKING:
     from vembed.data.sampler import GlobalSampler
     from vembed.data.table import RecordTable
     from vembed.distributed.ranks import Ranks
-    from vembed.evaluation.provenance import Key
-    from vembed.mining.mine import Teacher
     from vembed.training.batches import Batches, BatchSource, PreparedBatch
+    from vembed.vectors.mining import Teacher
+    from vembed.vectors.provenance import Key
 
 _log = logging.getLogger(__name__)
 
@@ -198,7 +203,7 @@ class MiningRefresh:
         miner = Miner(encode, config, work, config.seed + epoch, self._teacher(task))
         mined = miner.mine(task)
         if encode.ranks.is_first:
-            from vembed.mining.report import MiningReport, mining_page  # with matplotlib
+            from vembed.evaluation.mining_report import MiningReport, mining_page  # with matplotlib
             from vembed.pages.write import write_page
 
             source = {"model": f"{redact(config.model_name)} before epoch {epoch + 1}"}

@@ -37,7 +37,6 @@ from vembed.distributed.shards import total_norm
 from vembed.distributed.signals import StopSignal
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, MachineError, PreemptedError
-from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.memory import out_of_memory_advice
@@ -65,7 +64,8 @@ from vembed.training.refresh import hard_batch_bytes, hard_sampler, mining_bytes
 from vembed.training.saving import PARTS, DiskNeeds, RunCheckpoints, RunState, check_shape, free_bytes, refuse_other_run
 from vembed.training.timing import peak_memory_bytes
 from vembed.training.trackers import closing, open_trackers, read_rows, track_end, track_start
-from vembed.vectors.hard_vectors import HardVectors
+from vembed.vectors.encode import ItemEncoder
+from vembed.vectors.items import HardVectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from vembed.batch import MODALITY_WORDS, Features
-from vembed.evaluation.provenance import model_key
 from vembed.gradcache.chunks import ChunkBudget, Pool, Retention, plan_calls
 from vembed.gradcache.passes import RngState
 from vembed.vectors.items import ItemVectors, StoredSide, distinct_items
+from vembed.vectors.provenance import model_key
 from vembed.vectors.store import FREE_SHARE
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
     from vembed.data.table import RecordTable
     from vembed.distributed.fsdp import ShardedEncoder
-    from vembed.evaluation.encode import ItemEncoder
-    from vembed.evaluation.provenance import Key
     from vembed.gradcache.passes import Passes
     from vembed.models.encoder import Encoder
+    from vembed.vectors.encode import ItemEncoder
     from vembed.vectors.items import SideItems
+    from vembed.vectors.provenance import Key
 
 STORED = "stored"
 """Name of the features that are embeddings already."""
@@ -76,7 +76,7 @@ def _read_stored(inputs: dict[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FrozenItems:
-    """What of the training records is encoded once."""
+    """Items of the training records that are encoded once."""
 
     sides: tuple[StoredSide, ...]  # the items; none where nothing is
     notes: tuple[str, ...]  # why, one plain sentence each
@@ -132,6 +132,7 @@ def find_frozen(
         own = [each for each in items if each.modality == modality]
         is_frozen, is_random = _probe(encoder, own, passes)
         if sharded is not None:
+            # The probe has gathered weights for a backward pass that never comes.
             sharded.abandon()
             sharded.reshard()
         if not is_frozen:
@@ -169,6 +170,8 @@ def _probe(encoder: Encoder, items: Sequence[SideItems], passes: Passes) -> tupl
     """Encode an item of each side as training would; return whether all need no gradient, and if one is random."""
     was_training, alone = encoder.training, np.zeros(1, dtype=np.int64)
     before = RngState.capture(passes.device)
+    # As a step would: in training mode, so that dropout draws. A result without gradient is frozen, and random states
+    # that differ afterwards say that it is another one each time. What was drawn here is put back.
     encoder.train()
     are_frozen = []
     try:
@@ -200,6 +203,7 @@ def _with_room(sides: list[StoredSide], folder: Path, *, is_shared: bool) -> tup
     """Return what the disk has room for, and say so; a folder that the user named must have it."""
     if not sides:
         return [], []
+    # The folder may not be there yet: ask the disk of the nearest parent that is.
     there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     wanted, free = sum(side.num_bytes for side in sides), shutil.disk_usage(there).free
     missing = wanted - sum(side.store.num_bytes for side in sides)

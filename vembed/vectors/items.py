@@ -1,23 +1,28 @@
-"""Distinct items of training records and corpora, and their vectors as batches read them.
+"""Distinct items of training records and corpora, their vectors as batches read them, and those of hard batches.
 
 Items are known by `content_id`: texts or pictures of one content are one item, wherever they stand, and are encoded
 once. `distinct_items` sorts the items of the records by kind and side, since a tower may be frozen for pictures only,
 and a prompt may stand before queries only.
+
+Importing this file brings no torch: a run collects the documents of its corpus before it loads any.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from vembed.batch import MODALITY_WORDS, Composed, Image, Modality, Side, modality_of, modality_words
+from vembed.batch import MODALITY_WORDS, Modality, Side, modality_of, modality_words
+from vembed.data.arrangements import BLOCK_ROWS, TINY, whole_numbers
 from vembed.data.table import ItemColumn
-from vembed.errors import DataError
+from vembed.data.table_writer import ItemWriter
+from vembed.errors import ConfigError, DataError
+from vembed.text import every
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -28,19 +33,14 @@ if TYPE_CHECKING:
     from vembed.batch import Item
     from vembed.data.table import ItemTable, RecordTable
     from vembed.distributed.ranks import Ranks
-    from vembed.evaluation.encode import Encoded, ItemEncoder
-    from vembed.evaluation.provenance import Key
     from vembed.models.encoder import Encoder
     from vembed.models.st_library import CrossEncoder
+    from vembed.vectors.encode import Encoded, ItemEncoder
+    from vembed.vectors.provenance import Key
     from vembed.vectors.store import VectorStore
 
-_PROBE_TEXTS = (
-    "",
-    "A",
-    "The quick brown fox jumps over 13 lazy dogs.",
-    "naïve Größe 東京 🦊\tx_y(z)",
-    "a long text " * 2000,
-)
+BLOCK_ITEMS = 8192
+"""Documents of a corpus that are Python objects at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +60,8 @@ class DistinctItems:
             numbers.append(distinct + offset)
             ids.append(table.ids[distinct])
             offset += len(table)
+        # Two numbers may have one content, as a document in the records and in the corpus: the first of them stays, and
+        # np.unique's order by id becomes the order of the tables again.
         all_ids = np.concatenate(ids)
         _, first = np.unique(all_ids, return_index=True)
         first.sort()
@@ -79,6 +81,7 @@ class DistinctItems:
     def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of each content, -1 where it isn't here."""
         order, sorted_ids = self._sorted
+        # A content behind the last one is looked up at the last, which differs from it.
         nearest = np.minimum(np.searchsorted(sorted_ids, ids), len(sorted_ids) - 1)
         return np.where(sorted_ids[nearest] == ids, order[nearest], -1)
 
@@ -116,6 +119,15 @@ class DistinctItems:
         return hashlib.sha256(self.ids.astype("<i8").tobytes()).hexdigest()
 
 
+def corpus_items(items: Iterable[Item]) -> ItemTable:
+    """Collect the documents of a corpus as a table; those without a text are left out."""
+    writer = ItemWriter()
+    wanted = (item for item in items if modality_of(item) != "text" or str(item).strip())
+    while block := list(islice(wanted, BLOCK_ITEMS)):
+        writer.numbers(block)
+    return writer.finish()
+
+
 @dataclass(frozen=True, slots=True)
 class SideItems:
     """Distinct items of one kind and side among training records, ids ascending."""
@@ -149,6 +161,7 @@ def distinct_items(records: RecordTable, columns: Sequence[ItemColumn] = get_arg
         for side, numbers in sides.items():
             used = numbers[table.modalities[numbers] == kind]
             if len(used):
+                # By content, not by number: the set and the order of a side don't hang on how files cut the rows.
                 ids, first = np.unique(table.ids[used], return_index=True)
                 parts.append(SideItems(modality, side, DistinctItems(ids, used[first], (table,)), len(used)))
     return parts
@@ -172,14 +185,11 @@ class StoredSide:
             what: The vectors, for messages: "embeddings of a frozen tower".
             advice: What else the user can do when they can't be written.
         """
-        # These bring torch, and rows are checked (mining/task.py) before it is imported.
-        from vembed.evaluation.provenance import features_digest
-        from vembed.models.plannable import without_image_limits
+        from vembed.vectors.provenance import preprocessing_digest
         from vembed.vectors.store import VectorStore
 
-        with without_image_limits(encoder):
-            preprocessing = features_digest(encoder, _probes(items.modality), items.side)
         name = f"{items.modality.replace('+', '-')}-{items.side}"
+        preprocessing = preprocessing_digest(encoder, items.modality, items.side)
         key = {**key, "preprocessing": preprocessing, "side": items.side}
         what = f"{what} of {MODALITY_WORDS[items.modality][1]} ({items.side})"
         return cls(items, VectorStore(folder, name, key, what, advice, shared=True), encoder.dimension)
@@ -190,7 +200,7 @@ class StoredSide:
         return 4 * len(self.items) * self.dimension
 
     def get(self, encoder: Callable[[], ItemEncoder], ranks: Ranks) -> NDArray[np.float32]:
-        """Return the vectors, (N, E); the encoder is called for only if one is missing."""
+        """Return the vectors, (N, E); `encoder` is called, and may load its model, only if one is missing."""
 
         def encode(lists: Iterable[Sequence[Item]]) -> Generator[Encoded]:
             yield from encoder().stream(lists, self.items.side)
@@ -238,15 +248,90 @@ class ItemVectors:
         return vectors_BE
 
 
-@cache
-def _probes(modality: Modality) -> tuple[Item, ...]:
-    """Return items that show a changed tokenizer, prompt, limit or image processor, whatever the data are."""
-    if modality == "text":
-        return _PROBE_TEXTS
-    import PIL.Image
+HARD_COLUMNS: tuple[tuple[Side, ItemColumn], ...] = (("query", "query"), ("document", "positives"))
+"""Sides and columns whose items place a row among the others when batches are hard."""
 
-    content = io.BytesIO()
-    across, down = np.meshgrid(np.arange(96, dtype=np.uint8), np.arange(64, dtype=np.uint8))
-    PIL.Image.fromarray(np.stack([2 * across, 3 * down, across ^ down], axis=2)).save(content, "PNG")
-    picture = Image("probe.png", data=content.getvalue())
-    return (picture,) if modality == "image" else (Composed((picture,), _PROBE_TEXTS[0]),)
+
+@dataclass(frozen=True, slots=True)
+class HardVectors:
+    """Vectors that batches of hard negatives are chosen by: one of each training row, as a model sees it.
+
+    A row's vector is the sum of those of its query and of its first positive, each of unit length. The starting model's
+    are encoded before step 1, whatever step a run continues from, and kept on disk for as long as the run is.
+    """
+
+    sides: tuple[StoredSide, ...]  # the items that are encoded
+    records: RecordTable
+
+    @classmethod
+    def of(cls, encoder: Encoder, records: RecordTable, folder: Path, *, precision: str) -> HardVectors:
+        """Collect the distinct queries and positives; all ranks call it while the encoder is as it was loaded.
+
+        Raises:
+            ConfigError: The encoder gives several vectors for a row.
+        """
+        from vembed.vectors.provenance import model_key
+
+        if encoder.multi_vector:
+            raise ConfigError(
+                f"batch_sampling hard compares one vector of each row, and {encoder.name} gives several; set "
+                f"batch_sampling to random or no_duplicates"
+            )
+        items = distinct_items(records, [column for _, column in HARD_COLUMNS])
+        words = {"what": "vectors that hard batches are chosen by", "advice": "set batch_sampling to random"}
+        key = {**model_key(encoder), "precision": precision}
+        return cls(tuple(StoredSide.of(part, encoder, key, folder, **words) for part in items), records)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the vectors on disk."""
+        return sum(side.num_bytes for side in self.sides)
+
+    @property
+    def dimension(self) -> int:
+        """Numbers of a vector."""
+        return self.sides[0].dimension
+
+    def note(self, refresh: int | str) -> str:
+        """Say what is encoded, and when: "once", or every so many epochs."""
+        count = sum(len(side.items) for side in self.sides)
+        when = "before step 1 the starting model"
+        if isinstance(refresh, int):
+            when = f"before epoch 1 and {every(refresh, 'epoch')} the model as it then is"
+        return (
+            f"batch_sampling hard: {when} encodes {count:,} distinct queries and positives; rows whose vectors lie "
+            f"close together share a batch."
+        )
+
+    def vectors(self, encode: ItemEncoder) -> NDArray[np.int16]:
+        """Return the vector of each row as whole numbers, (N, E), from disk where it is known, else encoded now.
+
+        All ranks call it.
+
+        Raises:
+            DataError: A picture can't be read any more.
+            MachineError: The vectors can't be written.
+            NonFiniteError: A vector holds NaN or infinity.
+        """
+        stored = ItemVectors.get(self.sides, lambda: encode, encode.ranks)
+        table = self.records.items
+        first_items = {}
+        for side, column in HARD_COLUMNS:
+            rows, items = self.records.numbers(column)  # rows ascend, so the first of each is its first item
+            rows, first = np.unique(rows, return_index=True)
+            first_items[side] = rows, items[first]
+        vectors_NE = np.zeros((len(self.records), encode.encoder.dimension), dtype=np.int16)
+        # In blocks of rows: the mapped vectors of all items may be larger than the memory, these are 2 bytes a number.
+        for start in range(0, len(vectors_NE), BLOCK_ROWS):
+            sums_BE = np.zeros((len(vectors_NE[start : start + BLOCK_ROWS]), vectors_NE.shape[1]), dtype=np.float32)
+            for side, (rows, items) in first_items.items():
+                block = slice(*np.searchsorted(rows, [start, start + BLOCK_ROWS]))
+                rows_B, items_B = rows[block] - start, items[block]
+                for number, modality in enumerate(MODALITY_WORDS):
+                    is_kind_B = table.modalities[items_B] == number
+                    if is_kind_B.any():
+                        kind_KE = stored.of_kind(modality, side, table.ids[items_B[is_kind_B]])
+                        lengths = np.linalg.norm(kind_KE, axis=1, keepdims=True)
+                        sums_BE[rows_B[is_kind_B]] += kind_KE / np.maximum(lengths, TINY)
+            vectors_NE[start : start + BLOCK_ROWS] = whole_numbers(sums_BE)
+        return vectors_NE

@@ -45,10 +45,10 @@ import numpy as np
 
 from vembed.batch import Ragged
 from vembed.errors import MachineError
-from vembed.evaluation.encode import rows_of, values_of
-from vembed.evaluation.index import check_finite
-from vembed.evaluation.provenance import changed_parts, digest
 from vembed.files import BROKEN_ARRAY, fsync_path
+from vembed.vectors.encode import rows_of, values_of
+from vembed.vectors.index import check_finite
+from vembed.vectors.provenance import changed_parts, digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.distributed.ranks import Ranks
-    from vembed.evaluation.encode import Encoded, Vectors
-    from vembed.evaluation.provenance import Key
+    from vembed.vectors.encode import Encoded, Vectors
+    from vembed.vectors.provenance import Key
 
 VECTORS_FILE, OFFSETS_FILE, IDS_FILE, BLOCKS_FILE = "vectors.npy", "offsets.npy", "ids.npy", "blocks.jsonl"
 
@@ -189,6 +189,7 @@ class VectorStore:
                     _log.info("%s: %d unchanged, read from %s", self.what, saved.num_rows, path)
                     return None
                 saved = saved._replace(reason=f"{OFFSETS_FILE} is damaged")
+            # In a shared folder other sets of the same key hold rows that are wanted here, as of smaller data.
             siblings = set(self.folder.glob(f"{self._stem}-*")) - {path} if self.shared else set()
             with self._writing():
                 part = _Part(path, self.key, self.file, items.ids)
@@ -198,6 +199,7 @@ class VectorStore:
             others = (_read_blocks(sibling, self.key, self.file) for sibling in sorted(siblings))
             return [source for source in (saved, *part.stale, *others) if source.num_rows]
 
+        # The first rank alone looks at the disk: others could see another state of it, and would encode other blocks.
         sources = ranks.from_first(survey)
         try:
             if sources is None:
@@ -249,6 +251,7 @@ class VectorStore:
         num_items = len(items.ids)
         num_done = ranks.from_first(lambda: part.num_rows if part else 0)
         yield Progress(num_done)
+        # All ranks map the sources and come to the same list of what is to be encoded.
         source_N, row_N = _find_rows(items.ids, sources)
         tables = [source.read() for source in sources]
         blocks = [slice(*bounds) for bounds in pairwise([num_done, *(end for end in ends if end > num_done)])]
@@ -259,6 +262,7 @@ class VectorStore:
         with closing(encode(items.take(rows) for rows in to_encode if len(rows))) as stream:
             for block, rows in zip(blocks, to_encode, strict=True):
                 encoded = next(stream) if len(rows) else None
+                # Each rank counts its share of a block; the number belongs to the block, whoever encoded it.
                 num_truncated = sum(ranks.gather_objects(encoded.num_truncated if encoded else 0))
                 num_encoded, num_cut = num_encoded + len(rows), num_cut + num_truncated
                 now = time.perf_counter()
@@ -269,6 +273,7 @@ class VectorStore:
                     check_finite(values_VE, self.name)
                     if block.start == num_done:  # the size of a row is known from here on
                         self._require_space((num_items - num_done) * values_VE.nbytes // (block.stop - num_done))
+                    # A block that is a copy keeps its numbers; of mixed blocks only what was encoded now is known.
                     copied = _copied_block(sources, source_N[block], row_N[block]) or {"num_truncated": 0, "seconds": 0}
                     with self._writing():
                         part.append(
@@ -316,7 +321,7 @@ class _Saved(NamedTuple):
 
     @property
     def is_closed(self) -> bool:
-        """Whether a finished set of several vectors for each item has the header and offsets that its lines promise."""
+        """True unless a finished set of several vectors per item lacks the header or offsets that its lines promise."""
         lengths = _lengths(self.blocks)
         if lengths is None:
             return True
@@ -426,6 +431,7 @@ def _find_rows(ids_N: NDArray[np.int64], sources: Sequence[_Saved]) -> tuple[NDA
     source_N, row_N = np.full(len(ids_N), -1, dtype=np.int32), np.zeros(len(ids_N), dtype=np.int64)
     for number, source in enumerate(sources):
         ids_S = np.load(source.folder / IDS_FILE)[: source.num_rows]
+        # By sorted search: 12 bytes an item, where a dict of a hundred million ids would take ten times that.
         order = np.argsort(ids_S, kind="stable")
         nearest_N = order[np.minimum(np.searchsorted(ids_S, ids_N, sorter=order), len(ids_S) - 1)]
         is_here = (ids_S[nearest_N] == ids_N) & (source_N < 0)
@@ -437,6 +443,7 @@ def _copied_block(
     sources: Sequence[_Saved], source_B: NDArray[np.int32], row_B: NDArray[np.int64]
 ) -> dict[str, Any] | None:
     """Return the line of a source's block of which these rows are a copy; None if they are not of one."""
+    # All rows from one source, in order and without a gap, and that source has a block that begins and ends with them.
     number, first = int(source_B[0]), int(row_B[0])
     if number < 0 or (source_B != number).any() or (row_B != first + np.arange(len(row_B))).any():
         return None
@@ -487,6 +494,8 @@ class _Part:
         self._locked: list[BinaryIO] = []
         self.stale: list[_Saved] = []
         saved, wanted = None, _hash(ids_N)
+        # Several runs may fill one name at a time, each its part under its lock. Whoever comes later takes up the
+        # longest part that nobody holds; the locks of the others are kept too, until this one is closed.
         for folder in sorted(path.parent.glob(f".{path.name}.*.part")):
             lines = self._lock(folder)
             if lines is None:
@@ -496,6 +505,7 @@ class _Part:
                 self.stale.append(unfinished)
             elif saved is None or unfinished.num_rows > saved.num_rows:
                 saved, self._lines = unfinished, lines
+        # Between making and locking a folder another process may have taken it up: then another is made.
         while saved is None:
             folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
             folder.mkdir(parents=True)
@@ -547,6 +557,7 @@ class _Part:
         if not self._blocks:
             self._dim = values_VE.shape[1]
             self._rows.write(self._file.header(self._num_items, self._dim))
+        # The bytes are on disk before the line that promises them: a crash of the machine leaves no line without them.
         self._rows.write(values_VE.data)
         self._rows.flush()
         os.fsync(self._rows.fileno())
@@ -565,6 +576,7 @@ class _Part:
         """Give the finished set its name; what had the name before goes away."""
         assert self.num_rows == self._num_items, "all blocks are there"
         if (lengths := _lengths(self._blocks)) is not None:
+            # Of several vectors the header said the number of items so far; its length is the same for any number.
             self._rows.seek(0)
             self._rows.write(self._file.header(int(lengths.sum()), self._dim))
             self._rows.flush()

@@ -25,13 +25,13 @@ from torch import nn
 from vembed.batch import modality_words, texts_of
 from vembed.data.table import ItemColumn
 from vembed.errors import ConfigError
-from vembed.evaluation.encode import Encoded, ItemEncoder, encoding_budget, refuse_several_vectors
-from vembed.evaluation.provenance import digest, model_key
 from vembed.models.load import load_encoder
 from vembed.models.st_library import CrossEncoder
 from vembed.plan.cost import PEAK_SHARE
 from vembed.text import show_bytes, show_count
+from vembed.vectors.encode import Encoded, ItemEncoder, encoding_budget, refuse_several_vectors
 from vembed.vectors.items import ItemVectors, StoredSide, distinct_items
+from vembed.vectors.provenance import digest, model_key
 from vembed.vectors.store import VectorStore
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from vembed.batch import ContrastiveBatch, ImageLimits
     from vembed.data.table import ItemTable, RecordTable
     from vembed.distributed.ranks import Ranks
-    from vembed.evaluation.provenance import Key
     from vembed.models.encoder import Encoder
     from vembed.models.keys import ModelKeys
     from vembed.plan.devices import Devices
     from vembed.vectors.items import SideItems
+    from vembed.vectors.provenance import Key
 
 ROWS_AT_ONCE = 256
 """Most items of an encoder call."""
@@ -63,28 +63,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TeacherUse:
-    """What a run's loss reads of its teacher."""
+    """Answers of a teacher that a run's loss reads."""
 
     vectors: bool  # of all items
     scores: bool  # of each row's query with its own documents
     score_bounds: tuple[float, float] = (-inf, inf)  # the least and the most that the loss takes as a score
 
 
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """Where and how a teacher computes."""
-
-    device: torch.device
-    ranks: Ranks  # all of them ask
-    autocast_dtype: torch.dtype | None
-    poll: Callable[[], None]  # called between encoder calls; may raise
-
-
 class Answers(Protocol):
-    """What a teacher said of the training data."""
+    """Answers of a teacher about all training data."""
 
     def fill(self, batch: ContrastiveBatch, documents_Q: NDArray[np.int64]) -> ContrastiveBatch:
-        """Return a batch with what the teacher says of it.
+        """Return a batch with the answers about its items.
 
         Args:
             documents_Q: Documents of each row's own; they stand one row's behind the other's.
@@ -106,8 +96,14 @@ class Teacher(Protocol):
             ConfigError: It can't be loaded.
         """
 
-    def answers(self, asking: Asking) -> Answers:
-        """Return what it says of all training data, from disk where that is still true.
+    def answers(
+        self, device: torch.device, ranks: Ranks, autocast_dtype: torch.dtype | None, poll: Callable[[], None]
+    ) -> Answers:
+        """Return its answers about all training data, from disk where they are still true.
+
+        Args:
+            ranks: All of them ask, together.
+            poll: Called between encoder calls; may raise.
 
         Raises:
             ConfigError: It can't be loaded.
@@ -169,27 +165,27 @@ class EmbeddingTeacher:
         self.num_bytes = 4 * outline.dimension * sum(map(len, self._items))
         self.note = self._cost(outline, devices)
 
-    def answers(self, asking: Asking) -> Answers:
+    def answers(
+        self, device: torch.device, ranks: Ranks, autocast_dtype: torch.dtype | None, poll: Callable[[], None]
+    ) -> Answers:
         """Return vectors of all items."""
-        ranks = asking.ranks
 
         def encoder() -> ItemEncoder:
-            own = self._load().to(asking.device)
-            budget = encoding_budget(own, asking.device, ROWS_AT_ONCE)
-            return ItemEncoder(own, budget, asking.device, asking.autocast_dtype, asking.poll, ranks)
+            model = self._load().to(device)
+            return ItemEncoder(model, encoding_budget(model, device, ROWS_AT_ONCE), device, autocast_dtype, poll, ranks)
 
-        vectors = ItemVectors.get(self._stored(ranks, asking.autocast_dtype), encoder, ranks)
-        self._load.cache_clear()
+        vectors = ItemVectors.get(self._stored(ranks, autocast_dtype), encoder, ranks)
+        self._load.cache_clear()  # its memory is the step's from here on
         return VectorAnswers(vectors, self._use)
 
     def identity(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> Key:
-        """Return what its vectors depend on, without the side that an item is on."""
+        """Return the key of its vectors, without the side that an item is on."""
         keys = [each.store.key for each in self._stored(ranks, autocast_dtype)]
         of_model = {name: part for name, part in keys[0].items() if name != "side"}
         return {**of_model, "preprocessing": digest([key["preprocessing"] for key in keys])}
 
     def _stored(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> list[StoredSide]:
-        """Return where its vectors are kept, by what it is."""
+        """Return the items and the stores of their vectors."""
         if not self._sides:
             # The first rank needs the weights to know; the others load it if there is something to encode.
             key = ranks.from_first(lambda: model_key(self._load()))
@@ -201,6 +197,7 @@ class EmbeddingTeacher:
 
     def _cost(self, outline: Encoder, devices: Devices) -> str:
         num_tokens = 0.0
+        # 2 operations for each weight and token, at the share of peak that training reaches.
         for each in self._items:
             num_tokens += len(each) * outline.featurize(each.sample(SAMPLE_ITEMS), each.side).lengths.mean()
         layers = sum(layer.weight.numel() for layer in outline.modules() if isinstance(layer, nn.Linear))
@@ -262,20 +259,22 @@ class PairTeacher:
             f"one of its row's documents once, before step 1; {show_bytes(self.num_bytes)} of scores go to {folder}"
         )
 
-    def answers(self, asking: Asking) -> Answers:
+    def answers(
+        self, device: torch.device, ranks: Ranks, autocast_dtype: torch.dtype | None, poll: Callable[[], None]
+    ) -> Answers:
         """Return the scores of each row's query with its own documents."""
-        ranks, key = asking.ranks, self.identity(asking.ranks, asking.autocast_dtype)
+        key = self.identity(ranks, autocast_dtype)
 
         def score(lists: Iterable[Sequence[tuple[str, str]]]) -> Generator[Encoded]:
-            model = self._load().to(asking.device)
+            model = self._load().to(device)
             for pairs in lists:
                 scores_N1 = np.zeros((len(pairs), 1), dtype=np.float32)
                 # In pieces, so that a signal is seen soon. Every rank scores every n-th pair of a piece.
                 for start in range(0, len(pairs), PAIRS_AT_ONCE):
-                    asking.poll()
+                    poll()
                     piece = pairs[start : start + PAIRS_AT_ONCE]
                     shares = [np.arange(rank, len(piece), ranks.world_size) for rank in range(ranks.world_size)]
-                    scores_P = model.scores([piece[row] for row in shares[ranks.rank].tolist()], asking.autocast_dtype)
+                    scores_P = model.scores([piece[row] for row in shares[ranks.rank].tolist()], autocast_dtype)
                     gathered = ranks.rows_at_first(scores_P[:, None], [len(share) for share in shares])
                     if ranks.is_first:
                         scores_N1[start + np.concatenate(shares)] = gathered.cpu().numpy()
@@ -287,7 +286,7 @@ class PairTeacher:
         return PairAnswers(self._pairs.ids, scores_N1[:, 0])
 
     def identity(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> Key:
-        """Return what its scores depend on."""
+        """Return the key of its scores."""
         if not self._key:
             precision = str(autocast_dtype or self._keys.torch_dtype)
             self._key = {**ranks.from_first(lambda: self._load().key()), "precision": precision}
@@ -304,6 +303,7 @@ class PairAnswers:
     def fill(self, batch: ContrastiveBatch, documents_Q: NDArray[np.int64]) -> ContrastiveBatch:
         """Give a batch the scores of each row's own documents."""
         pairs_P2 = _own_pairs(documents_Q)
+        # Pairs that two rows share were scored once, so a pair is looked up by its contents.
         ids_P = _pair_ids(batch.query_ids_Q[pairs_P2[:, 0]], batch.document_ids_D[pairs_P2[:, 1]])
         rows_P = np.searchsorted(self.ids_N, ids_P)
         assert (self.ids_N[rows_P] == ids_P).all(), "all pairs of the training records were scored"
@@ -340,6 +340,7 @@ class RecordPairs:
 
 def _pair_ids(query_ids_P: NDArray[np.int64], document_ids_P: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the identity of each pair: those of items are hashes already, so that a product and a sum will do."""
+    # An odd factor (of Knuth's MMIX generator) permutes the 64 bits, and (q, d) differs from (d, q).
     return query_ids_P * np.int64(6364136223846793005) + document_ids_P
 
 

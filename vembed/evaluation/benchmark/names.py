@@ -76,6 +76,7 @@ def _last_parts(own: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> tupl
     """Return as many last parts of a path as none of the others ends in; all parts of a name that is no path."""
     if not Path("/".join(own)).is_absolute():
         return own
+    # Two parts of RUN/model from the start, and as many more as another path ends in as well.
     length = min(2 if own[-1] == EXPORT_FOLDER else 1, len(own) - 1)
     while any(other[-length:] == own[-length:] for other in others) and length < len(own) - 1:
         length += 1

@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import bm25s
@@ -25,41 +27,51 @@ from vembed.data.keys import DataKeys, LabelKind
 from vembed.data.read import read
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import folder_names, model_labels, set_labels, unique_folders
-from vembed.evaluation.benchmark.searchers import build_searcher, time_queries
 from vembed.evaluation.benchmark.stored import (
     VARIANTS_FOLDER,
     VECTORS_FOLDER,
     Cost,
     Stored,
     read_stored,
+    task_key,
     write_stored,
 )
-from vembed.evaluation.benchmark.variants import REFERENCE, check_model, check_sizes, size_note
-from vembed.evaluation.benchmark.vectors import ItemList, SharedVectors, SideVectors
+from vembed.evaluation.benchmark.variants import (
+    REFERENCE,
+    build_searcher,
+    check_model,
+    check_sizes,
+    size_note,
+    time_queries,
+)
 from vembed.evaluation.bm25 import K1, B, evaluate_bm25, why_no_bm25
 from vembed.evaluation.bm25 import SYSTEM as BM25
-from vembed.evaluation.encode import ItemEncoder, encoding_budget
-from vembed.evaluation.evaluate import EXACT, RunBuilder, add_hits, asking_rows, sides_agree
+from vembed.evaluation.evaluate import EXACT, RunBuilder, add_hits, asking_rows, count_truncated, sides_agree
 from vembed.evaluation.metrics import DEFAULT_DEPTH, DEFAULT_KS, tie_ranks
-from vembed.evaluation.provenance import digest, model_key, task_key, vectors_key
 from vembed.evaluation.results import approximate_note
 from vembed.models.load import load_encoder
 from vembed.redact import redact
+from vembed.vectors.encode import ItemEncoder, encoding_budget, rows_of, values_of
+from vembed.vectors.index import check_finite
+from vembed.vectors.provenance import digest, item_id, model_key, vectors_key
+from vembed.vectors.store import Totals, VectorStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from vembed.batch import Item, Side
     from vembed.data.judged import RetrievalData
     from vembed.evaluation.benchmark.variants import Variant
-    from vembed.evaluation.encode import Vectors
     from vembed.evaluation.keys import Bm25Language
-    from vembed.evaluation.provenance import Key
     from vembed.evaluation.results import EvaluationResult
     from vembed.models.encoder import Encoder
     from vembed.models.keys import ModelKeys
-    from vembed.vectors.store import Totals
+    from vembed.vectors.encode import Vectors
+    from vembed.vectors.provenance import Key
+
 
 UNTRAINED_SEED = 0
 """Seed of models without trained weights, so that they too are the same at every run."""
@@ -70,9 +82,103 @@ UNIT_TOLERANCE = 1e-3
 _logger = logging.getLogger(__name__)
 
 
+# Vectors of a set -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ItemList:
+    """Items in the order of a set, each known by its exact bytes."""
+
+    items: Sequence[Item]
+
+    @cached_property
+    def ids(self) -> NDArray[np.int64]:
+        """The content of each item."""
+        return np.fromiter(map(item_id, self.items), dtype=np.int64, count=len(self.items))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) over all contents in order."""
+        return hashlib.sha256(self.ids.astype("<i8").tobytes()).hexdigest()
+
+    def take(self, rows: NDArray[np.int64]) -> list[Item]:
+        """Return the items of some rows."""
+        return [self.items[row] for row in rows.tolist()]
+
+
+@dataclass(frozen=True, eq=False)
+class SideVectors:
+    """The vectors of one side of a set."""
+
+    title: str  # model and set, for messages
+    encode: ItemEncoder
+    items: ItemList
+    side: Side
+    made_of: Key  # model, preprocessing and precision
+    folder: Path | None  # where they are kept; None keeps them in memory only
+
+    @cached_property
+    def key(self) -> Key:
+        """Key of the vectors, the items among it."""
+        return {**self.made_of, "texts": self.items.digest}
+
+    def get(self) -> tuple[Vectors, Totals]:
+        """Return the vectors, and how many items were cut and what encoding took.
+
+        Raises:
+            MachineError: They can't be written.
+            NonFiniteError: A vector holds NaN or infinity; its block isn't kept.
+        """
+        return self._vectors
+
+    @cached_property
+    def _vectors(self) -> tuple[Vectors, Totals]:
+        encode, side = self.encode, self.side
+        if self.folder is not None and not encode.encoder.multi_vector:
+            names = {"document": "documents", "query": "queries"}
+            what = f"{self.title}: vectors of the {names[side]}"
+            # Several vectors for each item aren't kept: they take dozens of times the space.
+            store = VectorStore(self.folder, names[side], self.made_of, what, "add --no-keep-vectors")
+            vectors_NE = store.get(self.items, lambda lists: encode.stream(lists, side), encode.ranks)
+            return np.asarray(vectors_NE), store.totals(self.items)
+        before, started = encode.num_truncated[side], time.perf_counter()
+        vectors = encode(self.items.items, side)
+        check_finite(values_of(vectors), side)
+        return vectors, Totals(encode.num_truncated[side] - before, time.perf_counter() - started)
+
+    def count_truncated(self) -> int:
+        """Return how many of the items are cut; they are tokenized and not encoded."""
+        return count_truncated(self.encode.encoder, self.items.items, self.side)
+
+
+@dataclass(frozen=True)
+class SharedVectors:
+    """The vectors of one side of a reversed set, taken from the other side of the set itself."""
+
+    own: SideVectors
+    source: SideVectors | SharedVectors
+    rows: NDArray[np.int64] | None = None  # which of the source's, in order; None is all
+
+    @property
+    def key(self) -> Key:
+        """Key of the vectors, the items among it."""
+        return self.own.key
+
+    def get(self) -> tuple[Vectors, Totals]:
+        """Return the vectors as `SideVectors.get` does; they take no time of their own."""
+        vectors, totals = self.source.get()
+        if self.rows is None:
+            return vectors, Totals(totals.num_truncated, seconds=0.0)
+        num_truncated = self.own.count_truncated() if totals.num_truncated else 0
+        return rows_of(vectors, self.rows), Totals(num_truncated, seconds=0.0)
+
+
+# The work -------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class BenchmarkOptions:
-    """How to evaluate."""
+    """Settings of a benchmark."""
 
     device: torch.device  # where the encoders run
     batch_rows: int  # most texts of one encoder call
@@ -166,26 +272,22 @@ def _load_sets(paths: Sequence[str], options: BenchmarkOptions) -> list[_Set]:
     wanted = []
     for task, label in zip(tasks, labels, strict=True):
         wanted.append((task, label, False))
-        if options.both_directions and _has_reverse(task, label):
+        if options.both_directions and task.crosses_modalities:
             wanted.append((task.reversed(), f"{label} {REVERSED}", True))
+        elif options.both_directions:
+            _logger.info("%s: searched in one direction, as %s", label, task.direction)
     if options.both_directions and len(wanted) == len(tasks):
         raise ConfigError(
             "--both-directions: no set is one of texts that search pictures or pictures that search texts; leave the "
             "option out, or name such a set"
         )
+    # The reverse of a set stands right behind it, so that its vectors are taken from the run before.
     sets: list[_Set] = []
     folders = unique_folders([label for _, label, _ in wanted])
     for (task, label, is_reverse), folder in zip(wanted, folders, strict=True):
         check_sizes(options.variants, label, len(task.documents))
         sets.append(_Set(task, label, folder, sets[-1] if is_reverse else None))
     return sets
-
-
-def _has_reverse(task: RetrievalData, label: str) -> bool:
-    """Return whether a set is searched in reverse too; say so where it isn't."""
-    if not task.crosses_modalities:
-        _logger.info("%s: searched in one direction, as %s", label, task.direction)
-    return task.crosses_modalities
 
 
 def load_model(model: ModelKeys) -> Encoder:
@@ -265,6 +367,7 @@ class _SetRun:
         self._documents: SideVectors | SharedVectors = self._side(documents, "document", folder)
         self._queries: SideVectors | SharedVectors = self._side(queries, "query", folder)
         if forward is not None:
+            # A prompt on one side alone makes the same item two texts: then that side is encoded by itself.
             encoder = run.encode.encoder
             if sides_agree(encoder, documents):
                 self._documents = SharedVectors(self._documents, forward._queries)
@@ -278,7 +381,7 @@ class _SetRun:
 
     def _side(self, items: Sequence[Item], side: Side, folder: Path) -> SideVectors:
         run = self._run
-        key = vectors_key(run.encode.encoder, run.key, items, side, autocast_dtype=run.options.autocast_dtype)
+        key = vectors_key(run.encode.encoder, run.key, side, autocast_dtype=run.options.autocast_dtype)
         kept = folder / VECTORS_FOLDER if run.options.keep_vectors else None
         return SideVectors(self.title, run.encode, ItemList(items), side, key, kept)
 
@@ -294,6 +397,7 @@ class _SetRun:
             "faiss": faiss.__version__,
             "ties": "as trec_eval orders them",  # what was kept before has those that FAISS chose
         }
+        # Of the vectors' keys all that the two sides may differ in; the model's parts stand once, for both.
         vectors = {
             f"{side} {name}": value
             for side, vectors in (("document", self._documents), ("query", self._queries))
@@ -307,13 +411,21 @@ class _SetRun:
         documents, document_facts = self._documents.get()
         queries, query_facts = self._queries.get()
         builder, poll = self._builder(), self._run.options.poll
+        # The seconds of a result are those of searching and of encoding in all runs that made the vectors.
         started = time.perf_counter()
         document_ids = list(self._task.documents)
         searcher = build_searcher(documents, variant, tie_ranks(document_ids))
         scores_Qk, rows_Qk = searcher.search(queries, k=builder.hits_wanted, poll=poll)
         seconds = time.perf_counter() - started + document_facts.seconds + query_facts.seconds
         add_hits(builder, document_ids, scores_Qk, rows_Qk)
-        notes = [*self._truncated_notes(document_facts, query_facts), *_variant_notes(variant, documents)]
+        sides: tuple[tuple[Side, Totals], ...] = (("query", query_facts), ("document", document_facts))
+        notes = [
+            f"{facts.num_truncated} texts on the {side} side are longer than the model's "
+            f"{self._run.encode.encoder.longest_text(side)} tokens and were cut."
+            for side, facts in sides
+            if facts.num_truncated
+        ]
+        notes += _variant_notes(variant, documents)
         result = builder.result(self._run.system, seconds=seconds, notes=notes)
         if not variant.is_reference:
             _logger.info("%s: searched as %s", self.title, variant.name)
@@ -328,15 +440,6 @@ class _SetRun:
             rescoring_bytes=searcher.rescoring_bytes,
         )
         return Stored(result, cost)
-
-    def _truncated_notes(self, documents: Totals, queries: Totals) -> list[str]:
-        sides: tuple[tuple[Side, Totals], ...] = (("query", queries), ("document", documents))
-        return [
-            f"{facts.num_truncated} texts on the {side} side are longer than the model's "
-            f"{self._run.encode.encoder.longest_text(side)} tokens and were cut."
-            for side, facts in sides
-            if facts.num_truncated
-        ]
 
 
 def _variant_notes(variant: Variant, documents_DE: Vectors) -> list[str]:

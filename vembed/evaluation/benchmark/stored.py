@@ -7,17 +7,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import DataError, MachineError
-from vembed.evaluation.provenance import changed_parts
 from vembed.evaluation.results import RECORD_FILE, finish_evaluation, read_evaluation, write_evaluation
+from vembed.vectors.provenance import changed_parts, digest, items_digest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.evaluation.provenance import Key
+    from vembed.data.judged import RetrievalData
     from vembed.evaluation.results import EvaluationResult
+    from vembed.vectors.provenance import Key
 
 VECTORS_FOLDER = "vectors"
 VARIANTS_FOLDER = "variants"
+
+RANKING_RULES = 2
+"""Counts the changes of evaluation/run.py that rank other documents; results of older rules are done again."""
 
 FORMAT = 2
 """Raised when the record or the way of scoring changes its meaning; other formats are done again."""
@@ -25,7 +29,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a search costs."""
+    """Memory and time of a search."""
 
     dimension: int  # numbers of each vector
     bytes_per_document: float  # memory of the index for each document
@@ -44,12 +48,36 @@ class Stored:
     cost: Cost | None
 
 
+def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
+    """Return what a task is beside its texts: ids, judgements, notes.
+
+    Args:
+        with_texts: Whether its texts count too; not where vectors stand for them.
+    """
+    # Judgements are a set: the order of lines in a file changes no metric, and no key.
+    qrels = {query: dict(sorted(grades.items())) for query, grades in task.qrels.items()}
+    key: Key = {
+        "ids": items_digest([*task.queries, "", *task.documents]),
+        "judgements": digest(qrels),
+        "task": digest([task.name, list(task.notes)]),
+        "rules": RANKING_RULES,
+    }
+    # Left out where a task has none, so that results of before these limits were known stay true.
+    if task.excluded or task.candidates or task.cutoffs:
+        limits = [{query: sorted(ids) for query, ids in part.items()} for part in (task.excluded, task.candidates)]
+        key["ranking"] = digest([*limits, list(task.cutoffs)])
+    if with_texts:
+        key["texts"] = items_digest([*task.queries.values(), *task.documents.values()])
+    return key
+
+
 def write_stored(folder: Path, stored: Stored, key: Key) -> None:
     """Write a result, its cost and what it was made of; vectors and variants in the folder stay.
 
     Raises:
         MachineError: When the folder can't be written.
     """
+    # The record goes into the folder with the result, in one rename: neither is ever there without the other.
     record = {"format": FORMAT, "key": key, "cost": asdict(stored.cost) if stored.cost else None}
     write_evaluation(
         folder,
@@ -68,6 +96,7 @@ def read_stored(folder: Path, key: Key, *, system: str) -> tuple[Stored | None, 
     Raises:
         MachineError: The disk refused to finish the writing.
     """
+    # A kill between two renames leaves the result beside its place; from here on it is where it belongs.
     try:
         finish_evaluation(folder)
     except OSError as error:

@@ -1,24 +1,49 @@
-"""Cheaper forms of the same vectors: fewer dimensions, fewer bits, an index that looks at fewer documents.
+"""Cheaper forms of the same vectors: fewer dimensions, fewer bits, an index that looks at fewer documents; their cost.
+
+- dims: the first m numbers of each vector, brought back to unit length.
+- int8 and binary: fewer bits for each number (vectors/index.py).
+- rescored: more candidates than asked for, found in one of these forms and ranked by the full vectors.
+- index: any FAISS index string.
 
 The reference is exact search over all dimensions in float32. Each number of dimensions is tried in float32 and in every
 precision; each precision also on all dimensions; each index on all dimensions in float32. Forms of fewer dimensions or
 bits are also tried with rescoring, which ranks some candidates for each hit by the full vectors.
+
+Shape legend: D documents, Q queries, E embedding dim, M dimensions that are kept, k hits per query.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+import faiss
+import numpy as np
+
+from vembed.batch import Ragged
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import unique_folders
 from vembed.evaluation.evaluate import EXACT
-from vembed.evaluation.index import new_index, trained_clusters
+from vembed.vectors.encode import rows_of
+from vembed.vectors.index import (
+    ExactIndex,
+    build_index,
+    new_index,
+    quantized_index,
+    rescore,
+    search_index,
+    search_maxsim,
+    trained_clusters,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from vembed.models.encoder import Encoder
+    from vembed.vectors.encode import Vectors
 
 Precision: TypeAlias = Literal["float32", "int8", "binary"]
 
@@ -26,6 +51,18 @@ ADVISED_ROWS_PER_LIST = 39
 """Documents for each list below which FAISS's clustering itself warns."""
 
 REFERENCE_NAME = "exact"
+
+
+TIMED_QUERIES = 1000
+"""Most queries that are timed: the slowest hundredth of them is still ten."""
+
+LEAST_TIMED, TIMED_SECONDS = 100, 5.0
+"""Behind so many queries the timing ends once it has taken so long: exact search of a million documents takes 0.1 s."""
+
+WARM_UP_QUERIES = 5
+
+
+# What is tried --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +78,7 @@ class Variant:
 
     @property
     def is_reference(self) -> bool:
-        """Whether this is exact search over the vectors as the model gave them."""
+        """True of exact search over the vectors as the model gave them."""
         return not self.folder
 
 
@@ -67,6 +104,7 @@ def plan_variants(
     if rescored and not dims and not precisions:
         raise ConfigError("--rescore ranks the candidates of a cheaper form: add --quantize int8 binary, or --dims")
     forms: list[Variant] = []
+    # dict.fromkeys drops repeated options and keeps their order.
     for dimension in (None, *sorted(set(dims), reverse=True)):
         for precision in dict.fromkeys(("float32", *precisions)):
             words = [] if dimension is None else [f"{dimension} dims"]
@@ -115,6 +153,7 @@ def check_sizes(variants: Sequence[Variant], task: str, num_documents: int) -> N
         if max(lists, codes) <= num_documents:
             continue
         if lists > num_documents:
+            # The largest power of two of lists that each get as many documents as FAISS advises.
             fitting = 1 << (max(1, num_documents // ADVISED_ROWS_PER_LIST).bit_length() - 1)
             advice = f"use {variant.index.replace(f'IVF{lists}', f'IVF{fitting}')}"
         else:
@@ -135,3 +174,138 @@ def size_note(variant: Variant, num_documents: int) -> str | None:
         f"FAISS advises {wanted} documents to train {variant.index}, and there are {num_documents}: "
         "its clusters are rough."
     )
+
+
+# Searching it ---------------------------------------------------------------------------------------------------------
+
+
+class Timing(NamedTuple):
+    """Milliseconds in which half, 95 and 99 of 100 queries were searched, and how many there were."""
+
+    p50: float
+    p95: float
+    p99: float
+    num_timed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Searcher:
+    """An index and what stands between it and the model's vectors."""
+
+    index: Any  # FAISS index, float or binary, or an `ExactIndex`
+    shortened: Callable[[NDArray[np.float32]], NDArray[np.float32]]  # keeps the dimensions that the index has
+    bytes_per_document: float  # memory that the index takes for each document
+    rescored: int  # candidates for each hit that are ranked by the full vectors; 0 for none
+    documents_DE: NDArray[np.float32]  # the full vectors
+
+    @property
+    def rescoring_bytes(self) -> float:
+        """Bytes of each document that rescoring reads, which may lie on disk."""
+        return 4.0 * self.documents_DE.shape[1] if self.rescored else 0.0
+
+    def search(
+        self, query_vectors_QE: NDArray[np.float32], *, k: int, poll: Callable[[], None] | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return scores and rows of the k best documents, (Q, k) each; row -1 where fewer were found."""
+        wanted = k * max(1, self.rescored)
+        scores, rows = search_index(self.index, self.shortened(query_vectors_QE), k=wanted, poll=poll)
+        if self.rescored:
+            return rescore(self.documents_DE, query_vectors_QE, rows, k=min(k, len(self.documents_DE)))
+        return scores, rows
+
+
+@dataclass(frozen=True, slots=True)
+class MaxSimSearcher:
+    """The same for documents of several vectors each, compared by exact MaxSim."""
+
+    documents: Ragged
+    tie_ranks_D: NDArray[np.int64] | None = None  # as `search_maxsim` takes them
+    rescoring_bytes: float = 0.0
+
+    @property
+    def bytes_per_document(self) -> float:
+        """Memory that the vectors take for each document, on average."""
+        return self.documents.values.nbytes / len(self.documents.lengths)
+
+    def search(
+        self, queries: Ragged, *, k: int, poll: Callable[[], None] | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return scores and rows of the k best documents, (Q, k) each."""
+        return search_maxsim(self.documents, queries, k=k, tie_ranks_D=self.tie_ranks_D, poll=poll)
+
+
+def time_queries(searcher: Any, queries: Vectors, *, k: int, poll: Callable[[], None] | None = None) -> Timing:
+    """Time the search of single queries, drawn evenly, on one thread of FAISS and after some that warm it up."""
+    count = len(queries.lengths) if isinstance(queries, Ragged) else len(queries)
+    # One query at a time, as a user asks: FAISS is several times faster per query on a batch. They are cut out before
+    # the clock starts, and one thread makes the numbers of machines with different cores comparable.
+    drawn = np.random.default_rng(0).permutation(count)[:TIMED_QUERIES]
+    single = [rows_of(queries, drawn[place : place + 1]) for place in range(len(drawn))]
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    times: list[float] = []
+    try:
+        for query in single[:WARM_UP_QUERIES]:
+            searcher.search(query, k=k)
+        for query in single:
+            if poll is not None:
+                poll()
+            if len(times) >= LEAST_TIMED and sum(times) > TIMED_SECONDS:
+                break
+            started = time.perf_counter()
+            searcher.search(query, k=k)
+            times.append(time.perf_counter() - started)
+    finally:
+        faiss.omp_set_num_threads(threads)
+    p50, p95, p99 = (1000.0 * np.percentile(times, (50, 95, 99))).tolist()
+    return Timing(p50, p95, p99, len(times))
+
+
+def build_searcher(document_vectors_DE: Vectors, variant: Variant, tie_ranks_D: NDArray[np.int64] | None = None) -> Any:
+    """Build the index of a variant.
+
+    Args:
+        tie_ranks_D: Of exact search: which of equal scores are kept at the cut, the lowest ranks first.
+
+    Raises:
+        ConfigError: FAISS can't build the index for these documents.
+    """
+    if isinstance(document_vectors_DE, Ragged):
+        return MaxSimSearcher(document_vectors_DE, tie_ranks_D)
+    dimension = variant.dimension
+
+    def shortened(vectors_NE: NDArray[np.float32]) -> NDArray[np.float32]:
+        return vectors_NE if dimension is None else truncated(vectors_NE, dimension)
+
+    documents_DE = shortened(document_vectors_DE)
+    dim = documents_DE.shape[1]
+    if variant.precision != "float32":
+        index = quantized_index(documents_DE, variant.precision)
+        size = float(index.code_size)
+    elif variant.index == EXACT:
+        index, size = ExactIndex(documents_DE, tie_ranks_D), 4.0 * dim
+    else:
+        index = build_index(documents_DE, variant.index)
+        size = _written_bytes(index) / len(documents_DE)
+    return Searcher(index, shortened, size, variant.rescored, document_vectors_DE)
+
+
+def truncated(vectors_NE: NDArray[np.float32], dimension: int) -> NDArray[np.float32]:
+    """Return the first numbers of each vector, of unit length; a vector that is zero there stays zero."""
+    kept_NM = vectors_NE[:, :dimension]
+    norms_N1 = np.linalg.norm(kept_NM, axis=1, keepdims=True)
+    return np.ascontiguousarray(kept_NM / np.maximum(norms_N1, np.finfo(np.float32).tiny), dtype=np.float32)
+
+
+def _written_bytes(index: Any) -> int:
+    """Return the size of an index as FAISS writes it, without holding a copy."""
+    # FAISS tells no index its size: the writer is given a sink that counts.
+    total = 0
+
+    def count(part: bytes) -> int:
+        nonlocal total
+        total += len(part)
+        return len(part)
+
+    faiss.write_index(index, faiss.PyCallbackIOWriter(count))  # type: ignore[attr-defined]  # FAISS's stubs lack it
+    return total

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import ImageLimits, Item
     from vembed.data.read import DataSource
-    from vembed.evaluation.encode import ItemEncoder
+    from vembed.vectors.encode import ItemEncoder
     from vembed.workflows.data_check.source import Severity
 
 LEAST_SIDE = 32

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.data.table import BLOCK_ROWS
-from vembed.mining.mine import Miner, pair_scores, shared_model_key, side_vectors
-from vembed.mining.task import MiningTask
 from vembed.vectors.keys import MiningKeys
+from vembed.vectors.mining import Miner, MiningTask, pair_scores, shared_model_key, side_vectors
 from vembed.workflows.data_check.source import MOST_EXAMPLES, Finding, shown, spread
 
 if TYPE_CHECKING:
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Side
-    from vembed.evaluation.encode import ItemEncoder
-    from vembed.mining.mine import Mined
+    from vembed.vectors.encode import ItemEncoder
+    from vembed.vectors.mining import Mined
     from vembed.workflows.data_check.source import Source
 
 NEAREST = 10

@@ -17,19 +17,18 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError
-from vembed.evaluation.benchmark.stored import Stored, read_stored, write_stored
+from vembed.evaluation.benchmark.stored import Stored, read_stored, task_key, write_stored
 from vembed.evaluation.evaluate import EvaluationOptions, evaluate
 from vembed.evaluation.judge import compare, guard_verdict
-from vembed.evaluation.provenance import task_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from vembed.data.judged import RetrievalData
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.judge import Comparison
     from vembed.evaluation.results import EvaluationResult
+    from vembed.vectors.encode import ItemEncoder
     from vembed.workflows.merging.weights import Method, Mixture
 
 MOST_POINTS = 200

@@ -14,14 +14,15 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import vembed
+from vembed.data.read import read
 from vembed.evaluation.card import CARD_FILE, render_card
 from vembed.evaluation.card_facts import CardFacts, model_facts, written_with
-from vembed.evaluation.encode import ItemEncoder, encoding_budget
-from vembed.evaluation.provenance import digest, model_key
 from vembed.models.export import ExportRequest, stored_dtype, write_encoder
 from vembed.models.load import load_encoder
 from vembed.pages.write import write_page
 from vembed.redact import redact
+from vembed.vectors.encode import ItemEncoder, encoding_budget
+from vembed.vectors.provenance import digest, model_key
 from vembed.workflows.merging.choose import Trial, grid
 from vembed.workflows.merging.keys import work_folder
 from vembed.workflows.merging.report import merge_headline, merge_page

@@ -13,6 +13,10 @@ All this happens in a hidden folder beside the output:
     .NAME.part/thumbnails/
     .NAME.part/index/        files of the output, those of the stores among them as links; made anew at each start
 
+Blocks are cut here, since many texts or a few pictures may stand in memory at a time. Equal inputs give equal bytes of
+an index, and the last bits of a vector hang on the items that are encoded with it. So an item's id is a hash of its
+whole block and its row there: where one document has changed, the store makes all vectors of the block anew.
+
 Where a process is killed or stopped, or fails after a block, the stores stay, and the same command continues after
 their last block; of another corpus they keep the blocks that it shares. Several processes encode each block together,
 and the first one writes.
@@ -24,34 +28,34 @@ documents have several, "Flat" makes no such index).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
 import time
 from collections import deque
 from contextlib import closing
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from vembed.batch import Image, Ragged
+from vembed.batch import MODALITY_WORDS, Image, Ragged, modality_of, modality_words, pictures_in
 from vembed.distributed.ranks import Ranks
-from vembed.errors import ConfigError, MachineError, NonFiniteError, PreemptedError
-from vembed.evaluation.encode import Encoded, values_of
-from vembed.evaluation.index import new_index, trained_clusters
-from vembed.evaluation.provenance import SAMPLE_TEXTS, model_key, vectors_key
-from vembed.evaluation.quantized import QUANTIZATIONS, index_of, write_faiss
+from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError
 from vembed.files import clean_beside, disk_error, new_folder
 from vembed.pages.text import bytes_text
+from vembed.vectors.encode import PICTURE_SLICE_ROWS, SLICE_ROWS, Encoded, values_of
+from vembed.vectors.index import QUANTIZATIONS, build_any_index, new_index, trained_clusters, write_faiss
+from vembed.vectors.provenance import model_key, vectors_key
 from vembed.vectors.store import BYTES, VECTORS, VectorStore
 from vembed.vectors.store import OFFSETS_FILE as STORED_OFFSETS_FILE
-from vembed.workflows.search.checksums import CHECKSUMS_FILE, write_checksums
-from vembed.workflows.search.documents import CorpusItems, DocumentSpans, write_documents
 from vembed.workflows.search.format import (
+    CHECKSUMS_FILE,
     DOCUMENTS_FILE,
     INDEX_FILE,
     META_FILE,
@@ -63,22 +67,26 @@ from vembed.workflows.search.format import (
     VECTORS_FILE,
     IndexMeta,
     is_others,
+    line_offsets,
+    write_checksums,
 )
 from vembed.workflows.search.tables import write_table
 from vembed.workflows.search.thumbnails import FORMS, THUMBNAIL_BYTES, ThumbnailReader, make_thumbnails
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
     from vembed.data.documents import Corpus, Document
-    from vembed.evaluation.encode import ItemEncoder, Vectors
-    from vembed.evaluation.provenance import Key
+    from vembed.models.encoder import Encoder
     from vembed.models.hub import ModelIdentity
+    from vembed.vectors.encode import ItemEncoder, Vectors
     from vembed.vectors.keys import Format
     from vembed.vectors.store import Encode, Items, Progress
-    from vembed.workflows.search.documents import Written
     from vembed.workflows.search.ray_job import RayJob
+
 
 _log = logging.getLogger(__name__)
 
@@ -90,9 +98,161 @@ SECONDS_BETWEEN_LINES = 10.0
 _ADVICE = "choose another folder"
 
 
+# The documents --------------------------------------------------------------------------------------------------------
+
+
+class Written(NamedTuple):
+    """Documents that stand in ids.jsonl."""
+
+    num_pictures: int  # documents with a picture
+    ends: list[int]  # rows behind the last one of each block
+    hashes: list[int]  # of the rows and pictures of each block, 64 bits
+    notes: tuple[str, ...]  # of the corpus
+
+    @property
+    def num_documents(self) -> int:
+        """Number of rows."""
+        return self.ends[-1]
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """A hash of each document, its row in its block and all that stands beside it there, (n,)."""
+        ends, hashes = np.array(self.ends), np.array(self.hashes, dtype=np.uint64)
+        starts = np.concatenate([[0], ends[:-1]])
+        # uint64 wraps around without a word: a sum of hash and row stays a hash.
+        rows = np.arange(self.num_documents) - np.repeat(starts, ends - starts)
+        ids: NDArray[np.int64] = (np.repeat(hashes, ends - starts) + rows.astype(np.uint64)).view(np.int64)
+        return ids
+
+
+def write_documents(path: Path, corpus: Corpus, encode: ItemEncoder) -> Written:
+    """Write each document's row on a line."""
+    num_pictures = 0
+    ends, hashes = [0], []
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        for documents in _blocks(corpus):
+            if encode.ranks.is_one:
+                encode.poll()
+            content = hashlib.sha256()
+            for document in documents:
+                _refuse_unfit(document, encode.encoder)
+                line = json.dumps(_row(document), ensure_ascii=False) + "\n"
+                file.write(line)
+                content.update(line.encode())
+                num_pictures += modality_of(document.item) != "text"
+                for picture in pictures_in([document.item]):
+                    content.update(_identity(picture))
+            ends.append(ends[-1] + len(documents))
+            hashes.append(int.from_bytes(content.digest()[:8], "little"))
+    return Written(num_pictures, ends[1:], hashes, corpus.notes)
+
+
+def _blocks(corpus: Corpus) -> Iterator[list[Document]]:
+    """Yield the next documents: many texts, or as many pictures as may stand in memory."""
+    documents: list[Document] = []
+    num_pictures = 0
+    for document in corpus:
+        documents.append(document)
+        num_pictures += len(list(pictures_in([document.item])))
+        if len(documents) == SLICE_ROWS or num_pictures >= PICTURE_SLICE_ROWS:
+            yield documents
+            documents, num_pictures = [], 0
+    if documents:
+        yield documents
+
+
+def _refuse_unfit(document: Document, encoder: Encoder) -> None:
+    """Refuse a document that the model can't take."""
+    taken, modality = encoder.modalities, modality_of(document.item)
+    if modality not in taken:
+        raise DataError(
+            f"{encoder.name} takes {modality_words(taken)}, and document {document.id!r} is a "
+            f"{MODALITY_WORDS[modality][0]}: choose a model for it, or leave such documents out"
+        )
+    pictures = list(pictures_in([document.item]))
+    if len(pictures) > 1 and not encoder.several_pictures:
+        raise DataError(
+            f"{encoder.name} takes one picture in an item, and document {document.id!r} has {len(pictures)}: choose a "
+            "vision-language model, or give each picture an id"
+        )
+
+
+def _identity(picture: Image) -> bytes:
+    """Return what tells a picture from one that takes its place: the hash of its bytes, or the state of its file."""
+    if picture.data is not None:
+        return hashlib.sha256(picture.data).digest()
+    try:
+        state = Path(picture.path).stat()
+    except OSError as error:
+        raise DataError(
+            f"{picture.path} can't be read: {error.strerror}; the corpus changed while it was read"
+        ) from error
+    return json.dumps([picture.path, state.st_size, state.st_mtime_ns]).encode()
+
+
+def _row(document: Document) -> dict[str, str]:
+    """Return what is kept of a document beside its vector."""
+    row = {"id": document.id, "text": document.text}
+    return row if isinstance(document.item, str) else {**row, "image": document.path}
+
+
+class CorpusItems:
+    """The documents of a corpus by row: it is read once more, from its beginning, as they are asked for.
+
+    Raises:
+        DataError: A document isn't what its line of ids.jsonl says: the corpus changed while it was read.
+    """
+
+    def __init__(self, path: Path, corpus: Corpus, written: Written) -> None:
+        self.ids = written.ids
+        self._path, self._corpus = path, copy(corpus)  # which counts while it is read, and another may be at it
+        self._documents = self._read()
+        self._next_row = 0
+
+    def take(self, rows: NDArray[np.int64]) -> list[Document]:
+        """Return the documents of some rows; those before the first were taken already, or nobody wants them."""
+        documents = []
+        for row in rows.tolist():
+            documents.append(next(islice(self._documents, row - self._next_row, None)))
+            self._next_row = row + 1
+        return documents
+
+    def finish(self) -> None:
+        """Read the rest of a corpus that was begun, which checks it."""
+        if self._next_row:
+            for _ in self._documents:
+                pass
+
+    def _read(self) -> Iterator[Document]:
+        with self._path.open(encoding="utf-8", newline="\n") as file:
+            for document in self._corpus:
+                if json.loads(file.readline() or "null") != _row(document):
+                    raise DataError(
+                        f"the corpus changed while it was read, at document {document.id!r}; encode it again"
+                    )
+                yield document
+            if file.read(1):
+                raise DataError("the corpus lost documents while it was read; encode it again")
+
+
+class DocumentSpans:
+    """The documents of a corpus of texts, for workers that read them in ids.jsonl: from which byte to which."""
+
+    def __init__(self, path: Path, written: Written) -> None:
+        self.ids = written.ids
+        self._offsets = line_offsets(path)
+
+    def take(self, rows: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Return the bytes of a block as its one item."""
+        return [(int(self._offsets[rows[0]]), int(self._offsets[rows[-1] + 1]))]
+
+
+# The index ------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """What an index is made of beside its corpus."""
+    """Settings of an index beside its corpus."""
 
     model: ModelIdentity  # the encoder's identity
     model_options: Mapping[str, str | float]  # what the user said about the model
@@ -132,6 +292,7 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
     except PreemptedError:
         raise
     except Exception as error:
+        # Encoding is dear: as long as a whole block is there, the part stays for the next start.
         if encode.ranks.is_first and _stored_bytes(part):
             _log.warning("what is encoded is kept in %s, and the same command continues", part)
         elif encode.ranks.is_first:
@@ -163,11 +324,8 @@ def _publish(part: Path, output: Path, meta: IndexMeta, form: Format) -> None:
         write_table(folder, output, meta, form)
     else:
         with new_folder(output, keeps=is_others) as temporary:
-            for name in (
-                *meta.files,
-                META_FILE,
-                CHECKSUMS_FILE,
-            ):  # they stay in the part too, until the output is whole
+            # Links: the files stay in the part too, until the output is whole.
+            for name in (*meta.files, META_FILE, CHECKSUMS_FILE):
                 _link(folder / name, temporary / name)
     shutil.rmtree(part, ignore_errors=True)
 
@@ -220,7 +378,7 @@ def _write_files(part: Path, corpus: Corpus, encode: ItemEncoder, options: Build
         if not meta.compares_all and options.form == "index":
             _require_disk(folder, num_vectors * dim * 4)
             vectors_VE = np.load(folder / VECTORS_FILE, mmap_mode="r")
-            write_faiss(index_of(vectors_VE, options.factory), folder / INDEX_FILE)
+            write_faiss(build_any_index(vectors_VE, options.factory), folder / INDEX_FILE)
         names = [name for name in meta.files if options.form == "index" or name != INDEX_FILE]  # no table holds it
         meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in names})
         (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")
@@ -253,7 +411,10 @@ def _write_vectors(
         How many vectors there are, and how many texts were cut.
     """
     ranks, side = encode.ranks, options.side
-    key = ranks.from_first(lambda: _key(corpus, encode, options))
+    # Of the first rank: where weights were received, the configurations of the others may differ.
+    key = ranks.from_first(
+        lambda: vectors_key(encode.encoder, model_key(encode.encoder), side, autocast_dtype=encode.autocast_dtype)
+    )
     store = VectorStore(folder.parent, "vectors", key, "vectors", _ADVICE)
     read_again = CorpusItems(folder / DOCUMENTS_FILE, corpus, written)
     items: Items = read_again
@@ -265,6 +426,8 @@ def _write_vectors(
         closing(store.make(items, encode_lists, ranks, written.ends)) as blocks,
         closing(_copies(folder, written, corpus, encode)) as copies,
     ):
+        # Each generator stands before its first block after one step. From there on they take turns, block by block:
+        # while the device encodes what was just handed to it, the host makes the copies of the same block.
         num_kept = next(blocks).num_rows
         next(copies, None)
         if num_kept and ranks.is_first:
@@ -287,24 +450,18 @@ def _write_vectors(
     num_vectors, num_truncated = ranks.from_first(link)
     assert encode.encoder.multi_vector or num_vectors == written.num_documents
     if written.num_pictures:
+        # The first copy, not the first picture: the originals may be gone when the index is opened. All ranks encode.
         probes = values_of(encode(_probes(folder, encode), side))
         if ranks.is_first:
             np.save(folder / PROBE_FILE, probes.astype("<f4", copy=False))
     return num_vectors, num_truncated
 
 
-def _key(corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> Key:
-    """Return what the bytes of the vectors are made of, beside their documents."""
-    sample = [document.item for document in islice(corpus, SAMPLE_TEXTS)]
-    return vectors_key(
-        encode.encoder, model_key(encode.encoder), sample, options.side, autocast_dtype=encode.autocast_dtype
-    )
-
-
 def _encoding(encode: ItemEncoder, side: Side) -> Encode:
     """Return what encodes lists of documents."""
 
     def encoded(lists: Iterable[Sequence[Document]]) -> Generator[Encoded]:
+        # The encoder reads up to two lists ahead of the vectors that it yields; an error needs the names of these.
         under_way: deque[Sequence[Document]] = deque()
 
         def items() -> Generator[list[Item]]:
@@ -362,16 +519,18 @@ def _copies(folder: Path, written: Written, corpus: Corpus, encode: ItemEncoder)
     def copied(lists: Iterable[Sequence[Document]]) -> Generator[Encoded]:
         for documents in lists:
             copies = []
-            for copy in make_thumbnails([each.item for each in documents], corpus.limits, torch.get_num_threads()):
+            for small in make_thumbnails([each.item for each in documents], corpus.limits, torch.get_num_threads()):
                 if encode.ranks.is_one:
                     encode.poll()
-                copies.append(copy)
+                copies.append(small)
+            # To the store a copy is an item of as many "vectors" of one number as it has bytes.
             offsets = np.cumsum([0, *map(len, copies)])
             yield Encoded(Ragged(np.frombuffer(b"".join(copies), np.uint8)[:, None], offsets), 0)
 
     items = CorpusItems(folder / DOCUMENTS_FILE, corpus, written)
     key = {"forms": [list(form) for form in FORMS], "most bytes": THUMBNAIL_BYTES}
     store = VectorStore(folder.parent, "thumbnails", key, "thumbnails", _ADVICE, file=BYTES)
+    # A store of one rank: the others don't decode pictures for copies, and don't wait for them either.
     yield from store.make(items, copied, Ranks(), written.ends)
     items.finish()
     _link(store.path(items) / BYTES.name, folder / THUMBNAILS_FILE)

@@ -1,10 +1,10 @@
-"""The folder of an index: which files it holds, and what its meta.json says.
+"""The folder of an index: its files, its meta.json, and the hashes that are compared when the files are read.
 
     vectors.npy     (n, E) float32, row i is document i
     ids.jsonl       {"id", "text"} of document i on line i, with a picture {"id", "text", "image"}: its path
     index.faiss     a FAISS index by inner product, document i under number i
     meta.json       model, counts, sizes of the others
-    checksums.json  hashes of all of them (`vembed.workflows.search.checksums`); written last
+    checksums.json  the SHA-256 of each block of 4 MiB of each of them; written last
 
 where the model gives several vectors for each document (format version 3)
 
@@ -21,11 +21,17 @@ and where there are pictures:
                     of the vectors
 
 Nothing in it depends on when or where it was made: equal inputs give equal bytes.
+
+What is read whole when an index is opened (index.faiss, ids.jsonl, meta.json) is checked whole then. Of vectors and
+thumbnails, which stay on disk, a block is checked when it is first used: opening an index that is larger than the
+memory costs no more than before. Cost: 0.7 s for each GB that is read, 90 characters of checksums.json for 4 MiB.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,9 +44,9 @@ from vembed.batch import Side  # noqa: TC001
 from vembed.errors import ConfigError
 from vembed.files import is_file
 from vembed.models.hub import ModelIdentity  # noqa: TC001
-from vembed.workflows.search.checksums import CHECKSUMS_FILE, Checksums
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -49,6 +55,7 @@ VECTORS_FILE = "vectors.npy"
 DOCUMENTS_FILE = "ids.jsonl"
 INDEX_FILE = "index.faiss"
 META_FILE = "meta.json"
+CHECKSUMS_FILE = "checksums.json"
 THUMBNAILS_FILE = "thumbnails.bin"
 OFFSETS_FILE = "thumbnails.npy"
 PROBE_FILE = "probe.npy"
@@ -67,8 +74,11 @@ _OWN_NAMES = (
     f"{TABLE}.lance",
 )
 PROBE_TEXT = "a small red picture of 7 things"
-BLOCK_BYTES = 1 << 24
-"""Of a file whose lines are counted."""
+COUNTED_BYTES = 1 << 24
+"""Bytes of a file that are read at a time to count its lines."""
+
+HASHED_BYTES = 1 << 22
+"""Bytes of a block of checksums.json: part of the format, never changed."""
 
 KIND = "vembed index"
 FORMAT_VERSION = 2
@@ -76,9 +86,12 @@ SEVERAL_VERSION = 3
 """Of an index with several vectors for each document, which programs that know version 2 alone can't search."""
 
 
+_log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexMeta:
-    """What meta.json says."""
+    """Content of meta.json."""
 
     model: ModelIdentity  # the model that made the vectors
     # what the user said about the model beside its name; its queries need the same
@@ -102,7 +115,7 @@ class IndexMeta:
 
     @property
     def compares_all(self) -> bool:
-        """Whether a query is compared with every document, by all their vectors: no FAISS index finds any first."""
+        """True where a query is compared with every document, by all their vectors: no FAISS index finds any first."""
         return self.num_vectors is not None and self.factory == "Flat"
 
     def to_json(self) -> str:
@@ -137,6 +150,7 @@ def read_meta(folder: Path) -> IndexMeta:
     path = folder / META_FILE
     meta = parse_meta(_read_json(path), path)
     Checksums(folder).check(META_FILE)
+    # Sizes now, hashes when a file is used: a copy that was cut off is told at once and for nothing.
     for name in meta.files:
         size = meta.file_bytes.get(name, 0)
         actual = (folder / name).stat().st_size if is_file(folder / name) else None
@@ -147,7 +161,7 @@ def read_meta(folder: Path) -> IndexMeta:
 
 
 def parse_meta(content: dict[str, Any], path: Path) -> IndexMeta:
-    """Return what meta.json says.
+    """Return the content of meta.json.
 
     Args:
         path: Where it was read, for messages.
@@ -157,6 +171,8 @@ def parse_meta(content: dict[str, Any], path: Path) -> IndexMeta:
     """
     if content.get("kind") != KIND:
         raise ConfigError(f"{path} is of something else than an index; make one with vembed encode")
+    # Version 3 adds `num_vectors` and files for it; an index of one vector for each document stays version 2, which
+    # programs of before read.
     version = content.get("format_version")
     known = FORMAT_VERSION if content.setdefault("num_vectors", None) is None else SEVERAL_VERSION
     if version != known:
@@ -192,7 +208,89 @@ def line_offsets(path: Path) -> NDArray[np.int64]:
     parts = [np.zeros(1, dtype=np.int64)]
     with path.open("rb") as file:
         start = 0
-        while block := file.read(BLOCK_BYTES):
+        while block := file.read(COUNTED_BYTES):
             parts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + start + 1)
             start += len(block)
     return np.concatenate(parts)
+
+
+def write_checksums(folder: Path, names: Iterable[str]) -> None:
+    """Write the hashes of some files of a folder beside them."""
+    content = {"block_bytes": HASHED_BYTES, "sha256": {name: list(_hashes(folder / name)) for name in names}}
+    (folder / CHECKSUMS_FILE).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+
+
+def _hashes(path: Path) -> Iterator[str]:
+    with path.open("rb") as file:
+        while block := file.read(HASHED_BYTES):
+            yield hashlib.sha256(block).hexdigest()
+
+
+class Checksums:
+    """Hashes of the files of an index. Several threads may check.
+
+    Args:
+        folder: One of an older version has none, and nothing of it is checked.
+
+    Raises:
+        ConfigError: checksums.json is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._hashes: dict[str, list[str]] | None = None
+        self._checked: set[tuple[str, int]] = set()
+        path = folder / CHECKSUMS_FILE
+        try:
+            content = json.loads(path.read_bytes())
+            self._hashes = content["sha256"]
+            is_ours = content["block_bytes"] == HASHED_BYTES and isinstance(self._hashes, dict)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ConfigError(f"{path} is broken: {error}; encode the corpus again with --overwrite") from error
+        if not is_ours:
+            raise ConfigError(f"{path} is broken: it holds other blocks; encode the corpus again with --overwrite")
+
+    def note_missing(self) -> None:
+        """Say in the log that nothing is checked, where that is so."""
+        if self._hashes is None:
+            _log.warning(
+                "%s has no %s, as it is of an older version: damage to its files goes unnoticed. Encode the corpus "
+                "again with --overwrite to have them checked",
+                self._folder,
+                CHECKSUMS_FILE,
+            )
+
+    def check(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Compare the blocks of a file, or those that some bytes of it lie in, with their hashes; each block once.
+
+        Raises:
+            ConfigError: They are other bytes than were written, or can't be read.
+        """
+        if self._hashes is None:
+            return
+        path, hashes = self._folder / name, self._hashes.get(name)
+        if not isinstance(hashes, list):
+            raise ConfigError(
+                f"{self._folder / CHECKSUMS_FILE} is broken: it has no hashes of {name}; encode the corpus again with "
+                f"--overwrite"
+            )
+        end = len(hashes) if stop is None else -(-stop // HASHED_BYTES)
+        # Two threads may hash one block; both find the same, and adding to a set is atomic.
+        blocks = [block for block in range(start // HASHED_BYTES, end) if (name, block) not in self._checked]
+        if not blocks:
+            return
+        try:
+            with path.open("rb") as file:
+                for block in blocks:
+                    file.seek(block * HASHED_BYTES)
+                    content = file.read(HASHED_BYTES)
+                    if block >= len(hashes) or hashlib.sha256(content).hexdigest() != hashes[block]:
+                        raise ConfigError(
+                            f"{path} is damaged: its bytes from {block * HASHED_BYTES:,} on don't fit their hash in "
+                            f"{CHECKSUMS_FILE}; encode the corpus again with --overwrite"
+                        )
+                    self._checked.add((name, block))
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error.strerror}; encode the corpus again") from error

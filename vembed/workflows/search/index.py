@@ -1,11 +1,11 @@
-"""Read an index back: the nearest documents of a vector, and what is known of each.
+"""Read an index back: the nearest documents of a vector, and, with a model for the queries, of a text or picture.
 
 Memory: what FAISS holds, and 8 bytes a document; texts and thumbnails stay on disk. Where documents have several
 vectors, 8 bytes a document more: "Flat" maps the vectors and compares a query with all of them; another index finds
 candidates for each vector of the query, and the mapped vectors of those alone are compared.
 
 Damage is refused before it is searched: files that are read whole are hashed when the index is opened, the blocks of
-the mapped ones when they are used (`vembed.workflows.search.checksums`).
+the mapped ones when they are used (`Checksums`).
 
 An index of few bits (int8, binary) finds more candidates than asked for, and the mapped vectors of these rank them.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,14 +24,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vembed.batch import Image, Ragged
+from vembed.data.python_rows import items_of, refuse_other_modalities
 from vembed.errors import ConfigError, NonFiniteError
-from vembed.evaluation.encode import values_of
-from vembed.evaluation.maxsim import search_maxsim
-from vembed.evaluation.quantized import QUANTIZATIONS, read_faiss, rescore, search_quantized
 from vembed.files import BROKEN_ARRAY
 from vembed.text import first_line
+from vembed.vectors.encode import rows_of, values_of
+from vembed.vectors.index import QUANTIZATIONS, read_faiss, rescore, search_index, search_maxsim
 from vembed.vectors.store import HEADER_BYTES
-from vembed.workflows.search.checksums import Checksums
 from vembed.workflows.search.format import (
     DOCUMENTS_FILE,
     INDEX_FILE,
@@ -40,6 +40,7 @@ from vembed.workflows.search.format import (
     STARTS_FILE,
     THUMBNAILS_FILE,
     VECTORS_FILE,
+    Checksums,
     IndexMeta,
     line_offsets,
     read_meta,
@@ -47,14 +48,16 @@ from vembed.workflows.search.format import (
 from vembed.workflows.search.thumbnails import ThumbnailReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Item, Side
-    from vembed.evaluation.encode import Vectors
+    from vembed.batch import ImageLimits, Item, Modality, Side
+    from vembed.data.python_rows import ItemInput
+    from vembed.evaluation.benchmark.variants import Timing
     from vembed.models.hub import ModelIdentity
+    from vembed.vectors.encode import ItemEncoder, Vectors
 
 LEAST_AGREEMENT = 0.98
 """Cosine of a document's vector with the stored one, below which the model is taken for another one. Half precision
@@ -65,6 +68,13 @@ USUAL_RESCORED = 4
 
 CANDIDATES = 128
 """Nearest vectors that an approximate index is asked for, for each vector of a query; or 4 for each hit, if more."""
+
+
+NUM_EXAMPLES = 3
+LOOKED_AT = 12
+"""Documents from which each example is chosen: one whose text is short enough to be shown whole, where there is one."""
+
+EXAMPLE_CHARACTERS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,7 @@ class Hit:
 
 
 class StoredDocument(NamedTuple):
-    """What an index keeps of a document beside its vector."""
+    """Document of an index without its vector."""
 
     id: str  # the document's id
     text: str  # as in `Hit`
@@ -165,7 +175,7 @@ class SearchIndex:
             scores_Qk, rows_Qk = search_maxsim(self._documents, vectors, k=k)
         else:
             q_QE, k = np.ascontiguousarray(vectors), min(k, len(self))
-            scores_Qk, rows_Qk = search_quantized(self._index, q_QE, k=k * max(1, self._rescored))
+            scores_Qk, rows_Qk = search_index(self._index, q_QE, k=k * max(1, self._rescored))
             if self._rescored:
                 self._check_vectors(np.unique(rows_Qk[rows_Qk >= 0]))
                 scores_Qk, rows_Qk = rescore(self._vectors, q_QE, rows_Qk, k=k)
@@ -181,8 +191,10 @@ class SearchIndex:
 
     def _by_candidates(self, query: Ragged, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return scores and rows of the best among the documents of the vectors that are nearest to a query's."""
+        # FAISS finds vectors, not documents: those of the query's vectors together name the documents that MaxSim, over
+        # all of their vectors, then ranks. Searching a document's offsets maps a vector back to it.
         nearest = min(max(CANDIDATES, 4 * k), self._index.ntotal)
-        _, found = search_quantized(self._index, np.ascontiguousarray(query.values), k=nearest)
+        _, found = search_index(self._index, np.ascontiguousarray(query.values), k=nearest)
         candidates = np.unique(np.searchsorted(self._documents.offsets, found[found >= 0], side="right") - 1)
         if not len(candidates):
             return np.zeros(0, dtype=np.float32), candidates
@@ -194,6 +206,7 @@ class SearchIndex:
         """Return what is kept of a document."""
         start, stop = int(self._offsets[row]), int(self._offsets[row + 1])
         try:
+            # pread has no position of its own, so that several threads share the file.
             content = json.loads(os.pread(self._file.fileno(), stop - start, start))
             image = content.get("image")
             return StoredDocument(str(content["id"]), str(content["text"]), None if image is None else str(image))
@@ -213,6 +226,7 @@ class SearchIndex:
 
     def _check_vectors(self, rows: NDArray[np.int64]) -> None:
         """Refuse damage to the vectors of some documents."""
+        # A block of 4 MiB is hashed once per process, so that only its first document pays.
         row_bytes = 4 * self.meta.model.dimension
         for row in rows.tolist():
             first, last = (row, row + 1) if self.meta.num_vectors is None else self._documents.offsets[row : row + 2]
@@ -277,6 +291,7 @@ class SearchIndex:
         except (RuntimeError, MemoryError) as error:
             raise self._broken(INDEX_FILE, str(error).rsplit(": ", 1)[-1]) from error
         dim = self.meta.model.dimension
+        # A binary index counts bits, filled up to whole bytes.
         bits = 8 * -(-dim // 8) if self.meta.factory == "binary" else dim
         if (index.ntotal, index.d) != (self.meta.num_vectors or len(self), bits):
             raise self._broken(INDEX_FILE, f"{index.ntotal} vectors of {index.d} dimensions")
@@ -301,3 +316,98 @@ def _cosine(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     """Return the cosine of two vectors; 1 where one of them is zero, which has no direction to differ in."""
     lengths = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
     return 1.0 if lengths == 0.0 else float(one @ other) / lengths
+
+
+# With a model for the queries -----------------------------------------------------------------------------------------
+
+
+class Searcher:
+    """An index with the model for its queries. Several threads may ask it."""
+
+    def __init__(self, index: SearchIndex, encode: ItemEncoder, limits: ImageLimits) -> None:
+        self.index = index
+        self.limits = limits
+        self._encode = encode
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self.index)
+
+    @property
+    def takes(self) -> frozenset[Modality]:
+        """Kinds of queries: texts, pictures, or a picture with a text."""
+        return self._encode.encoder.modalities
+
+    def search(self, queries: Iterable[ItemInput], k: int = 10) -> list[list[Hit]]:
+        """Return the best documents of each query, best first.
+
+        Args:
+            queries: Texts (str), or pictures as `EmbeddingModel.encode` takes them.
+
+        Raises:
+            DataError: A picture can't be used, or the model has no tower for a query.
+            TypeError: A query is neither a text nor a picture.
+        """
+        return self.index.search(self._encoded(queries), k)
+
+    def latency(self, queries: Iterable[ItemInput], k: int = 10) -> Timing:
+        """Time the search of single queries as `vembed evaluate` does: on one thread, without encoding them.
+
+        Few queries are searched again, until there are enough times for percentiles.
+
+        Raises:
+            DataError: As in `search`.
+            TypeError: As in `search`.
+            ValueError: There is no query.
+        """
+        from vembed.evaluation.benchmark.variants import LEAST_TIMED, time_queries  # imports what a search never needs
+
+        vectors = self._encoded(queries)
+        count = len(vectors.lengths) if isinstance(vectors, Ragged) else len(vectors)
+        if not count:
+            raise ValueError("latency takes at least one query.")
+        return time_queries(self.index, rows_of(vectors, np.resize(np.arange(count), max(count, LEAST_TIMED))), k=k)
+
+    def _encoded(self, queries: Iterable[ItemInput]) -> Vectors:
+        items = items_of(queries, self.limits)
+        refuse_other_modalities(items, self.takes, self._encode.encoder.name)
+        with self._lock:  # an encoder serves one call at a time
+            return self._encode(items, "query")
+
+    def like(self, row: int, k: int = 10) -> list[Hit]:
+        """Return the documents that are nearest to a document, itself among them."""
+        vector = self.index.vector(row)
+        several = vector.ndim == 2
+        (hits,) = self.index.search(Ragged(vector, np.array([0, len(vector)])) if several else vector[None], k)
+        return hits
+
+    def example_rows(self) -> list[int]:
+        """Return a few documents from all over the corpus, the same for the same index."""
+        step = max(1, len(self) // NUM_EXAMPLES)
+        return list(range(step // 2, len(self), step))[:NUM_EXAMPLES]
+
+    def example_queries(self) -> list[str]:
+        """Return beginnings of texts and captions that a first query may be; none where the model takes no texts."""
+        if "text" not in self.takes:
+            return []
+        examples: dict[str, None] = {}  # an ordered set
+        for first in self.example_rows():
+            rows = range(first, min(first + LOOKED_AT, len(self)))
+            lines = [line for row in rows if (line := _line(self.index.document(row).text))]
+            new = [line for line in lines if line not in examples]
+            whole = next((line for line in new if len(line) <= EXAMPLE_CHARACTERS), None)
+            if new:
+                examples[whole or _beginning(new[0])] = None
+        return list(examples)
+
+
+def _line(text: str) -> str:
+    """Return a text on one line; of a long one no more than is looked at."""
+    return " ".join(text[: 8 * EXAMPLE_CHARACTERS].split())
+
+
+def _beginning(line: str) -> str:
+    """Return the first words of a line that is too long."""
+    cut = line[:EXAMPLE_CHARACTERS]
+    return (cut.rpartition(" ")[0] or cut).rstrip(" ,;:.-")

@@ -19,6 +19,7 @@ def output_form(output: Path, asked: str | None) -> Format:
     Raises:
         ConfigError: There is no such form, the name doesn't fit it, or LanceDB isn't installed.
     """
+    # Parquet is told by its suffix, since a folder of that name would surprise; the other two are folders.
     by_name: Format = "parquet" if output.suffix == ".parquet" else "index"
     form: Format | None = next((each for each in get_args(Format) if each == (asked or by_name)), None)
     if form is None:

@@ -27,9 +27,9 @@ import numpy as np
 from vembed.batch import Ragged
 from vembed.distributed.watchdog import host_name
 from vembed.errors import ConfigError, DataError, MachineError, VembedError
-from vembed.evaluation.encode import Encoded, values_of
 from vembed.registry import import_extra
 from vembed.text import first_line
+from vembed.vectors.encode import Encoded, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Side
-    from vembed.evaluation.encode import ItemEncoder
+    from vembed.vectors.encode import ItemEncoder
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class RayJob:
             context.execution_options.preserve_order = True
             num_workers, resources = _share(ray.cluster_resources(), self.num_workers)
             _log.info("Ray: %d workers, each with %s", num_workers, resources)
+            # One block for each row, so that Ray hands out blocks one by one and returns them in order.
             rows = [{"start": start, "stop": stop} for start, stop in spans]
             with warnings.catch_warnings():
                 # Ray 2.64 drops the keywords of starting again; the extra ends before it.
@@ -175,6 +176,8 @@ def _share(cluster: dict[str, float], asked: int | None) -> tuple[int, dict[str,
 
 def _arriving(rows: Callable[[], Iterator[dict[str, Any]]], poll: Callable[[], None]) -> Iterator[dict[str, Any]]:
     """Yield what a job returns, and poll while it is awaited."""
+    # Ray's iterator blocks without a timeout: a thread waits for it, so that this one can poll and be stopped. It is a
+    # daemon, since nothing can wake it once the job is abandoned.
     arrived: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue(maxsize=1)
 
     def read() -> None:

@@ -8,6 +8,8 @@ most, so that slow senders hold up nobody; then few at a time are held in memory
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import logging
 import os
@@ -20,9 +22,12 @@ import time
 import traceback
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from markupsafe import Markup
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, abort
 from werkzeug.formparser import parse_form_data
 from werkzeug.sansio.utils import host_is_trusted
@@ -30,28 +35,36 @@ from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 from werkzeug.wrappers import Request, Response
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, modality_words
-from vembed.data.images import ImageError
+from vembed.data.images import FORMATS, ImageError
 from vembed.errors import MachineError, VembedError
-from vembed.workflows.search.page import (
-    COUNTS,
-    MAX_QUERY_CHARACTERS,
-    PICTURE_FIELD,
-    POLICY,
-    Answer,
-    SearchPage,
-    ShownPicture,
-)
-from vembed.workflows.search.thumbnails import make_thumbnail
+from vembed.pages.html import environment
+from vembed.text import visible
+from vembed.workflows.search.thumbnails import make_thumbnail, thumbnail_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
     from types import FrameType
 
     from werkzeug.datastructures import MultiDict
 
     from vembed.batch import Modality
-    from vembed.workflows.search.index import Hit
-    from vembed.workflows.search.searcher import Searcher
+    from vembed.workflows.search.index import Hit, Searcher
+
+
+MAX_QUERY_CHARACTERS = 2_000
+COUNTS = (5, 10, 20, 50, 100)  # of hits in the form; an address may name any number up to the last
+SHORT_CHARACTERS = 360  # of a longer text the beginning is shown, and the rest behind a click
+PICTURE_FIELD = "picture"
+
+_ENVIRONMENT = environment(Path(__file__).parent / "templates")
+_STYLE = _ENVIRONMENT.get_template("search.css.jinja").render()
+
+POLICY = (
+    "default-src 'none'; img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'; style-src "
+    f"'sha256-{base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()}'"
+)
+"""The Content-Security-Policy: this style, pictures inside the page, and nothing else; no script from anywhere."""
+
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +92,81 @@ HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPicture:
+    """A small picture of the page."""
+
+    copy: bytes  # WebP
+    name: str
+    row: int | None = None  # the document that it is of; None of a picture that was sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Answer to one request, as the page shows it."""
+
+    query: str = ""
+    picture: ShownPicture | None = None  # that was asked with
+    k: int = 10
+    hits: Sequence[Hit] | None = None  # best first; None when nothing was asked
+    copies: Mapping[int, bytes] | None = None  # row of each hit with a picture -> its small copy
+    milliseconds: float = 0.0
+    problem: str = ""  # why there are no hits
+
+
+class SearchPage:
+    """The page over one index."""
+
+    def __init__(self, searcher: Searcher) -> None:
+        index, meta = searcher.index, searcher.index.meta
+        rows = searcher.example_rows()
+        template = _ENVIRONMENT.get_template("search.html.jinja")
+        self._render = partial(
+            template.render,
+            style=Markup(_STYLE),  # noqa: S704  # a file of ours
+            corpus=Path(meta.source).name or meta.source,
+            model=meta.model.name,
+            num_documents=len(searcher),
+            num_pictures=meta.num_pictures,
+            noun="pictures" if meta.num_pictures == len(searcher) else "documents",
+            similarity="cosine similarities" if meta.model.similarity == "cosine" else "dot products",
+            takes=searcher.takes,
+            example_queries=searcher.example_queries(),
+            example_pictures=[
+                ShownPicture(copy, index.document(row).id, row) for row in rows if (copy := index.thumbnail(row))
+            ],
+            accepted=",".join(f"image/{name.lower()}" for name in FORMATS),
+            picture_field=PICTURE_FIELD,
+            counts=COUNTS,
+            max_characters=MAX_QUERY_CHARACTERS,
+            short_characters=SHORT_CHARACTERS,
+        )
+
+    def render(self, answer: Answer) -> str:
+        """Return the page."""
+        return self._render(answer=answer)
+
+
+def _webp_uri(copy: bytes) -> str:
+    return f"data:image/webp;base64,{base64.b64encode(copy).decode('ascii')}"
+
+
+def _cut(text: str, characters: int) -> str:
+    """Cut a text at a word's end; an ellipsis says that something is missing."""
+    if len(text) <= characters:
+        return text
+    return f"{text[:characters].rpartition(' ')[0] or text[:characters]} …"
+
+
+_ENVIRONMENT.filters |= {"cut": _cut, "thumbnail_size": thumbnail_size, "visible": visible, "webp_uri": _webp_uri}
+
+
+# The server -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +215,7 @@ class SearchServer(ThreadedWSGIServer):
         try:
             self._check_address(request)
             if request.method == "POST":
+                # Received first, with no slot held: a slow sender must not keep others from being searched.
                 with self._received(request) as form, self._forms:
                     question = self._sent_form(request, form)
                     return self.response(HTTPStatus.OK, self._found(question))
@@ -139,6 +228,7 @@ class SearchServer(ThreadedWSGIServer):
     def _check_address(self, request: Request) -> None:
         if request.method not in METHODS:
             abort(HTTPStatus.NOT_IMPLEMENTED, f"Unsupported method ({request.method!r})")
+        # Against DNS rebinding: a foreign name that was pointed at this address still stands in the Host header.
         if not host_is_trusted(request.headers.get("Host"), OWN_NAMES):
             abort(HTTPStatus.FORBIDDEN, f"This page is at {self.url} only.")
         if request.path != "/":
@@ -155,6 +245,7 @@ class SearchServer(ThreadedWSGIServer):
             abort(HTTPStatus.LENGTH_REQUIRED, "A form says how long it is.")
         limit = self._searcher.limits.max_bytes
         if request.content_length > limit + FORM_BYTES:
+            # A browser that is still sending shows a reset connection, not an answer that came before its last byte.
             _drain(request)
             abort(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The picture is over the limit of {limit:,} bytes.")
         if request.mimetype != FORM_TYPE:

@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.errors import ConfigError, MachineError
-from vembed.evaluation.quantized import index_of, write_faiss
 from vembed.files import file_sha256, is_file, is_folder, new_file, new_folder
 from vembed.registry import import_extra
 from vembed.text import first_line
+from vembed.vectors.index import build_any_index, write_faiss
 from vembed.vectors.store import VECTORS
 from vembed.workflows.search.format import (
     DOCUMENTS_FILE,
@@ -111,6 +111,7 @@ def _batches(folder: Path, schema: Any) -> Iterator[Any]:
                     copies.seek(int(offsets[start]))
                     lengths = np.diff(offsets[start : start + len(part_NE) + 1]).tolist()
                     columns["thumbnail"] = [copies.read(length) for length in lengths]
+            # From a flat array without a copy of each row: lists of Python numbers would take many times the memory.
             flat = pa.array(np.ascontiguousarray(part_NE).reshape(-1), pa.float32())
             columns["vector"] = pa.FixedSizeListArray.from_arrays(flat, part_NE.shape[1])
             arrays = [pa.array(columns[field.name], field.type) for field in schema]
@@ -169,6 +170,7 @@ def _opened(path: Path) -> tuple[dict[str, str], Iterable[Any]]:
             file = pq.ParquetFile(path)
         except (OSError, pa.ArrowException) as error:
             raise ConfigError(f"{path} can't be read as Parquet: {error}; encode the corpus again") from error
+        # Batches, not whole row groups: those of another writer may hold the whole corpus.
         schema, batches = file.schema_arrow, file.iter_batches(BATCH_ROWS)
     else:
         lancedb = import_extra("lancedb", "lancedb", f"{path}, a LanceDB table,")
@@ -185,6 +187,7 @@ def _opened(path: Path) -> tuple[dict[str, str], Iterable[Any]]:
 
 def _of_lance(table: Any) -> Iterator[Any]:
     """Yield the rows of a table in the order in which they were written."""
+    # A scan of LanceDB may yield fragments in any order; offsets are those of writing.
     num_rows = table.count_rows()
     for start in range(0, num_rows, BATCH_ROWS):
         places = list(range(start, min(start + BATCH_ROWS, num_rows)))
@@ -213,6 +216,7 @@ def _unpack(batches: Iterable[Any], facts: dict[str, str], meta: IndexMeta, fold
         np.save(folder / PROBE_FILE, np.load(BytesIO(base64.b64decode(facts["probe"])), allow_pickle=False))
     else:
         (folder / THUMBNAILS_FILE).unlink()
+    # Sizes first: they tell a cut table apart from a changed one, for tables of older versions too.
     for name in meta.files:
         if name != INDEX_FILE and (folder / name).stat().st_size != meta.file_bytes[name]:
             raise ValueError(f"the table is cut or was changed: it gives another {name} than was written")
@@ -222,6 +226,6 @@ def _unpack(batches: Iterable[Any], facts: dict[str, str], meta: IndexMeta, fold
         changed = [name for name, written in json.loads(facts["sha256"]).items() if hashes.get(name) != written]
         if changed:
             raise ValueError(f"its bytes have changed: it gives another {changed[0]} than was written")
-    write_faiss(index_of(np.load(folder / VECTORS_FILE, mmap_mode="r"), meta.factory), folder / INDEX_FILE)
+    write_faiss(build_any_index(np.load(folder / VECTORS_FILE, mmap_mode="r"), meta.factory), folder / INDEX_FILE)
     meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in meta.files})
     (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Modality
-    from vembed.workflows.search.index import Hit
-    from vembed.workflows.search.searcher import Searcher
+    from vembed.workflows.search.index import Hit, Searcher
 
 PROMPT = "query> "
 FALLBACK_WIDTH = 100

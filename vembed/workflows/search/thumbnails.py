@@ -50,6 +50,7 @@ def make_thumbnail(images: Sequence[Image], limits: ImageLimits) -> bytes:
         if len(drawing) <= THUMBNAIL_BYTES:
             return drawing
     copy = b""
+    # Each form shrinks what the last one left, as no form is larger than the one before.
     for side, quality in FORMS:
         bitmap.thumbnail((side, side), Resampling.LANCZOS)
         copy = _webp(bitmap, quality=quality)
@@ -92,6 +93,7 @@ def make_thumbnails(items: Iterable[Item], limits: ImageLimits, num_threads: int
     def copy_of(item: Item) -> bytes:
         return b"" if isinstance(item, str) else make_thumbnail(tuple(pictures_in([item])), limits)
 
+    # In blocks of some pictures per thread: pool.map would else read the whole corpus before the first copy.
     remaining = iter(items)
     with ThreadPoolExecutor(max(1, num_threads)) as pool:
         while block := list(islice(remaining, 4 * max(1, num_threads))):
@@ -140,7 +142,8 @@ class ThumbnailReader:
             ConfigError: What stands there is no picture.
         """
         start, stop = int(self._offsets[row]), int(self._offsets[row + 1])
-        length = min(max(0, stop - start), THUMBNAIL_BYTES)  # whatever a damaged file says
+        # Offsets may be damaged: nothing before the file is read, and no more than a copy may have.
+        length = min(max(0, stop - start), THUMBNAIL_BYTES)
         self._check(max(0, start), max(0, start) + length)
         copy = os.pread(self._file.fileno(), length, max(0, start))
         if start != stop:

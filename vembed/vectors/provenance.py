@@ -1,21 +1,26 @@
 """Say what vectors and numbers were made of, so that a rerun knows what is still true.
 
-Every part of a key is a hash or a setting. Two keys are equal exactly when the same texts went through the same weights
-with the same settings; where they differ, the names of the parts that do are the reason that people are told.
+Every part of a key is a hash or a setting. Two keys are equal exactly when items went through the same weights with the
+same settings; where they differ, the names of the parts that do are the reason that people are told. The items are no
+part of it: each is known by its own hash, so that one changed text costs the encoding of one text.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import PIL.Image
 
 from vembed.batch import Composed, Image, modality_of
 from vembed.distributed.shards import is_shared, whole_tensor
 from vembed.models.hub import tensors_sha256
+from vembed.models.plannable import without_image_limits
 from vembed.redact import redact
 
 if TYPE_CHECKING:
@@ -23,21 +28,24 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vembed.batch import Item, Side
-    from vembed.data.judged import RetrievalData
+    from vembed.batch import Item, Modality, Side
     from vembed.models.encoder import Encoder
 
 Key: TypeAlias = "dict[str, Any]"
 """Parts by name; JSON can hold it."""
 
-RANKING_RULES = 2
-"""Counts the changes of evaluation/evaluate.py that rank other documents; results of older rules are done again."""
-
-SAMPLE_TEXTS = 64
-"""Texts that are tokenized to see whether the tokenizer is the same: a changed one shows within a few."""
+PROBE_TEXTS = (
+    "",
+    "A",
+    "The quick brown fox jumps over 13 lazy dogs.",
+    "naïve Größe 東京 🦊\tx_y(z)",
+    "a long text " * 2000,
+)
+"""Texts that are tokenized to see whether the tokenizer is the same: nothing, case, accents, other scripts, an emoji,
+white space, and more than a model takes."""
 
 _UNSTABLE_SETTINGS = ("_name_or_path", "transformers_version")
-"""What a model's configuration says about where and by what it was read, not about what it computes."""
+"""Settings of a model's configuration that say where and by what it was read, not what it computes."""
 
 
 def digest(value: object) -> str:
@@ -65,12 +73,12 @@ def _update(total: hashlib._Hash, item: Item) -> None:
     parts: tuple[str | Image, ...] = (item.text, *item.images) if isinstance(item, Composed) else (item,)
     for part in parts:
         content = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part.read()
-        total.update(len(content).to_bytes(8, "little"))
+        total.update(len(content).to_bytes(8, "little"))  # so that ("ab", "c") isn't ("a", "bc")
         total.update(content)
 
 
 def model_key(encoder: Encoder, *, frozen_only: bool = False) -> Key:
-    """Return what an encoder is: its weights, and what it does with them. All ranks that share its weights call it.
+    """Return the identity of an encoder: its weights and settings. All ranks that share its weights call it.
 
     Args:
         frozen_only: Leave out parameters that are trained: what they are today doesn't matter to frozen parts.
@@ -80,42 +88,24 @@ def model_key(encoder: Encoder, *, frozen_only: bool = False) -> Key:
     """
     parameters = (each for each in encoder.named_parameters() if not (frozen_only and each[1].requires_grad))
     tensors = chain(parameters, encoder.named_buffers())
+    # Sharded weights are gathered tensor by tensor: one at a time is whole in memory.
     weights = tensors_sha256((name, whole_tensor(each) if is_shared(each) else each) for name, each in tensors)
     return {"weights": weights, "encoder": digest(_settings(encoder))}
 
 
-def vectors_key(
-    encoder: Encoder, model: Key, texts: Sequence[Item], side: Side, *, autocast_dtype: torch.dtype | None
-) -> Key:
-    """Return what the vectors of one side of a set are made of, beside the items themselves."""
-    step = max(1, len(texts) // SAMPLE_TEXTS)
+def vectors_key(encoder: Encoder, model: Key, side: Side, *, autocast_dtype: torch.dtype | None) -> Key:
+    """Return what the vectors of one side are made of, beside the items themselves.
+
+    Args:
+        model: The encoder's `model_key`.
+    """
+    kinds = {modality: preprocessing_digest(encoder, modality, side) for modality in sorted(encoder.modalities)}
     return {
         **model,
-        "tokenizer": features_digest(encoder, texts[::step][:SAMPLE_TEXTS], side),
+        "preprocessing": digest(kinds),
         "precision": str(autocast_dtype or "as loaded"),
         "side": side,
     }
-
-
-def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
-    """Return what a task is beside its texts: ids, judgements, notes.
-
-    Args:
-        with_texts: Whether its texts count too; not where vectors stand for them.
-    """
-    qrels = {query: dict(sorted(grades.items())) for query, grades in task.qrels.items()}
-    key: Key = {
-        "ids": items_digest([*task.queries, "", *task.documents]),
-        "judgements": digest(qrels),
-        "task": digest([task.name, list(task.notes)]),
-        "rules": RANKING_RULES,
-    }
-    if task.excluded or task.candidates or task.cutoffs:
-        limits = [{query: sorted(ids) for query, ids in part.items()} for part in (task.excluded, task.candidates)]
-        key["ranking"] = digest([*limits, list(task.cutoffs)])
-    if with_texts:
-        key["texts"] = items_digest([*task.queries.values(), *task.documents.values()])
-    return key
 
 
 def changed_parts(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -125,6 +115,12 @@ def changed_parts(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def _settings(encoder: Encoder) -> Key:
     """Return the settings of an encoder and of every network in it that has a configuration."""
+
+    def without_secret(value: str) -> str:
+        """Return a text, or its hash where it holds a secret: keys are written to disk, and still tell texts apart."""
+        return value if redact(value) == value else digest(value)
+
+    # Networks of one configuration, as the two towers of a shared encoder, count once.
     configurations = []
     for module in encoder.modules():
         to_dict = getattr(getattr(module, "config", None), "to_dict", None)
@@ -135,15 +131,19 @@ def _settings(encoder: Encoder) -> Key:
         "class": type(encoder).__name__.removeprefix("FSDP"),  # which torch puts before the name of a sharded one
         "dimension": encoder.dimension,
         "max_length": encoder.max_length,
-        "described": {name: _unsecret(value) for name, value in encoder.describe().items()},
+        "described": {name: without_secret(value) for name, value in encoder.describe().items()},
         "configurations": sorted(set(configurations)),
         **({} if encoder.normalisation is None else {"normalisation": str(encoder.normalisation)}),
     }
 
 
-def _unsecret(value: str) -> str:
-    """Return a text, or its hash where it holds a secret: keys are written down, and must still tell texts apart."""
-    return value if redact(value) == value else digest(value)
+def preprocessing_digest(encoder: Encoder, modality: Modality, side: Side) -> str:
+    """Return the hash of what an encoder makes of fixed probes of one modality.
+
+    Fixed ones, not a sample of the user's items: a changed item would otherwise read as a changed tokenizer.
+    """
+    with without_image_limits(encoder):
+        return features_digest(encoder, _probes(modality), side)
 
 
 def features_digest(encoder: Encoder, items: Sequence[Item], side: Side) -> str:
@@ -153,7 +153,21 @@ def features_digest(encoder: Encoder, items: Sequence[Item], side: Side) -> str:
         features = encoder.featurize([items[place] for place in places], side)
         columns = {name: column.values for name, column in features.columns.items()}
         offsets = {f"{name} offsets": column.offsets for name, column in features.columns.items()}
+        # With name, type and shape, so that no two different sets of columns run into the same bytes.
         for name, values in sorted((columns | offsets | dict(features.per_row)).items()):
             total.update(f"{name} {values.dtype} {values.shape}\n".encode())
             total.update(np.ascontiguousarray(values).tobytes())
     return total.hexdigest()
+
+
+@cache
+def _probes(modality: Modality) -> tuple[Item, ...]:
+    """Return items that show a changed tokenizer, prompt, limit or image processor, whatever the data are."""
+    if modality == "text":
+        return PROBE_TEXTS
+    # Three different gradients, wider than high: resizing, cropping, channel order and normalisation all show.
+    content = io.BytesIO()
+    across, down = np.meshgrid(np.arange(96, dtype=np.uint8), np.arange(64, dtype=np.uint8))
+    PIL.Image.fromarray(np.stack([2 * across, 3 * down, across ^ down], axis=2)).save(content, "PNG")
+    picture = Image("probe.png", data=content.getvalue())
+    return (picture,) if modality == "image" else (Composed((picture,), PROBE_TEXTS[0]),)

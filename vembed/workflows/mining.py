@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item
     from vembed.data.table import Record, RecordTable
-    from vembed.mining.mine import Mined
-    from vembed.mining.task import MiningTask
+    from vembed.vectors.mining import Mined, MiningTask
 
     Blocks = Callable[[], Iterator[list[dict[str, Any]]]]
 
@@ -122,6 +121,7 @@ def _write_parquet(path: Path, blocks: Blocks, poll: Callable[[], None], *, list
     columns = {"query": text, "query_image": texts, "positive": texts, "positive_image": texts, "negatives": texts}
     columns |= {"negative_images": texts, WEIGHT_COLUMN.name: pa.float64()}
     columns["label"] = numbers if lists_grades else pa.int64()
+    # Parquet's schema comes before the first row, so the rows are made twice: once for the columns that they fill.
     filled = set[str]()  # a column that no row fills would be read as one that is there
     for rows in blocks():
         poll()
@@ -132,6 +132,7 @@ def _write_parquet(path: Path, blocks: Blocks, poll: Callable[[], None], *, list
     with pq.ParquetWriter(path, schema) as writer:
         for rows in blocks():
             poll()
+            # A column holds lists where any row has several; a single text becomes a list of one.
             lists = [
                 {name: [cell] if name in columns and columns[name] == texts and isinstance(cell, str) else cell
                  for name, cell in row.items()}
@@ -154,6 +155,7 @@ def _blocks(
         queries = task.query_of_record_N[own]
         rows_Bn = mined.rows_Un[queries]
         counts = (rows_Bn >= 0).sum(axis=1)
+        # All negatives of the block are read in one go: one by one would seek in the mapped table for each.
         items = iter(task.documents.take(rows_Bn[rows_Bn >= 0]))
         block = []
         for record, query, count in zip(records.take(own), queries.tolist(), counts.tolist(), strict=True):
@@ -161,6 +163,7 @@ def _blocks(
             if not record.positives:  # nothing is mined below it, though it may be for another row of its query
                 count, negatives = 0, []
             details: dict[str, Any] = {**source}
+            # Rounded: the digits behind differ from machine to machine.
             details["scores"] = _rounded(mined.scores_Un[query, :count])
             details["ranks"] = mined.ranks_Un[query, :count].tolist()
             if np.isfinite(mined.positive_U[query]):
@@ -193,6 +196,7 @@ def _row(record: Record, mined: list[Item], *, replaces: bool, lists_grades: boo
     row |= _side(positives, "positive", "positive_image")
     row |= _side([*given, *mined], "negatives", "negative_images")
     if record.scores and lists_grades and record.positives:
+        # The label lists grades in the order in which the reader will find the documents: what was mined has grade 0.
         grades = record.scores[len(positives) : len(positives) + len(given)]
         below = [*zip(given, grades, strict=True), *((item, 0.0) for item in mined)]
         below.sort(key=lambda each: not isinstance(each[0], str))  # texts are read before pictures

@@ -121,6 +121,7 @@ class _Collected:
         self._table_NE: NDArray[np.float32] | None = None
         if not encoder.multi_vector:
             shape = num_items, self._dimension
+            # A broadcast zero has the shape and no memory: only the first rank holds vectors.
             self._table_NE = np.empty(shape, np.float32) if holds else np.broadcast_to(np.float32(0), shape)
 
     def put(self, places: NDArray[np.int64], vectors_VE: NDArray[np.float32], counts: NDArray[np.int64] | None) -> None:
@@ -135,6 +136,7 @@ class _Collected:
         """Return the vectors of all items: zeros that take no memory, or rows of none, where none was put in."""
         if self._table_NE is not None:
             return self._table_NE
+        # How many vectors there are is known only now: lay the rows out, then scatter each part into its ranges.
         lengths = np.zeros(self._num_items, dtype=np.int64)
         for places, counts, _ in self._parts:
             lengths[places] = counts
@@ -147,7 +149,7 @@ class _Collected:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Items of one modality that all ranks encode before any continues."""
+    """Slice of items of one modality, which all ranks encode before any continues."""
 
     batch: _Collected  # where their vectors go
     shares: list[NDArray[np.int64]]  # places in the batch of the items of each rank
@@ -166,7 +168,7 @@ def _no_poll() -> None:
 
 @dataclass(slots=True)
 class ItemEncoder:
-    """An encoder as evaluation sees it: items in, vectors out.
+    """Encoder of whole items: texts and pictures in, vectors out.
 
     The encoder is put into evaluation mode for the call and back afterwards.
     """
@@ -207,10 +209,12 @@ class ItemEncoder:
         slices = self._slices(batches, side)
         arriving: Callable[[], Iterable[Encoded]] | None = None
         with ThreadPoolExecutor(max_workers=1) as thread:
+            # Three stages, one slice apart: slice i + 1 is tokenized in the thread, slice i is queued on the device,
+            # and only then does the host wait for the copy of slice i - 1, so the device always has work.
             following = thread.submit(next, slices, None)
-            while (own := following.result()) is not None:
+            while (current := following.result()) is not None:
                 following = thread.submit(next, slices, None)
-                earlier, arriving = arriving, self._encode_slice(own, side)
+                earlier, arriving = arriving, self._encode_slice(current, side)
                 if earlier is not None:
                     yield from earlier()
             if arriving is not None:
@@ -242,42 +246,46 @@ class ItemEncoder:
                 for start in range(0, len(places), rows)
             ]
             for number, places in enumerate(slices, 1):
-                own = places[rank::world_size] if rank < len(places) else places[:1]
-                yield _Slice(
-                    batch,
-                    [places[each::world_size] for each in range(world_size)],
-                    self.encoder.featurize([items[place] for place in own], side),
-                    is_last=number == len(slices),
-                )
+                # Every n-th item, so that no rank gets all the long texts of a sorted corpus. A rank without any
+                # featurizes a spare item, which stands for it in calls that all ranks must make.
+                shares = [places[each::world_size] for each in range(world_size)]
+                featurized = shares[rank] if len(shares[rank]) else places[:1]
+                features = self.encoder.featurize([items[place] for place in featurized], side)
+                yield _Slice(batch, shares, features, is_last=number == len(slices))
 
     def _slice_rows(self, modality: Modality) -> int:
-        """Return the items of a slice on all ranks together."""
+        """Return the number of items of a slice on all ranks together."""
         if modality != "text":
             return self.ranks.world_size * PICTURE_SLICE_ROWS
         if self.ranks.is_one:
             return SLICE_ROWS
+        # Ranks look at signals between slices only: on an accelerator a slice is some seconds of the longest texts.
         calls = SLICE_CALLS * self.budget.tokens // (self.encoder.max_length or SLICE_ROWS)
         rows = min(SLICE_ROWS, max(SHARED_SLICE_ROWS, calls)) if self.budget.bucketed else SHARED_SLICE_ROWS
         return self.ranks.world_size * rows
 
-    def _encode_slice(self, own: _Slice, side: Side) -> Callable[[], Iterable[Encoded]]:
-        """Have a slice encoded, and return what waits for its vectors, and returns those of a batch that is whole."""
+    def _encode_slice(self, current: _Slice, side: Side) -> Callable[[], Iterable[Encoded]]:
+        """Queue a slice on the device.
+
+        Returns:
+            A function that waits for the slice's vectors, and yields those of its batch if that is whole with it.
+        """
         if not self.ranks.is_one:
             self.poll()
-        batch, is_last, places = own.batch, own.is_last, np.concatenate(own.shares)
-        sizes, counts = [len(share) for share in own.shares], self.encoder.num_vectors(own.features)
-        num_own = sizes[self.ranks.rank]
-        own_counts = np.ones(num_own, dtype=np.int64) if counts is None else counts[:num_own]
+        batch, is_last, places = current.batch, current.is_last, np.concatenate(current.shares)
+        sizes, counts = [len(share) for share in current.shares], self.encoder.num_vectors(current.features)
+        share_size = sizes[self.ranks.rank]
+        share_counts = np.ones(share_size, dtype=np.int64) if counts is None else counts[:share_size]
         with self._evaluating():
-            found_VE = self._encode_share(own.features, own_counts)
+            share_VE = self._encode_share(current.features, share_counts)
             if counts is not None:  # an encoder of one vector per row spares the exchange
-                everyones = self.ranks.gather_objects(own_counts)
-                sizes, counts = [int(each.sum()) for each in everyones], np.concatenate(everyones)
-            host_VE, copied = self._transfer.to_host(self.ranks.rows_at_first(found_VE, sizes))
+                all_counts = self.ranks.gather_objects(share_counts)
+                sizes, counts = [int(each.sum()) for each in all_counts], np.concatenate(all_counts)
+            host_VE, copied = self._transfer.to_host(self.ranks.rows_at_first(share_VE, sizes))
 
-        if num_own:
-            batch.num_truncated += own.features.num_truncated
-            self.num_truncated[side] += own.features.num_truncated
+        if share_size:  # a spare item isn't counted
+            batch.num_truncated += current.features.num_truncated
+            self.num_truncated[side] += current.features.num_truncated
 
         def arrive() -> Iterable[Encoded]:
             if copied is not None:
@@ -296,22 +304,28 @@ class ItemEncoder:
             counts: Vectors of each item of the share.
         """
         calls = self._calls(features.lengths[: len(counts)]) if len(counts) else []
+        # Calls take the items sorted by length. `places` says where each vector belongs in the order of the items, on
+        # the device, so that scattering the vectors never waits for the host.
         order = np.concatenate([np.zeros(0, dtype=np.int64), *map(_own_rows, calls)])
         places = torch.from_numpy(ranges((np.cumsum(counts) - counts)[order], counts[order]))
         places = to_device(places, self.device)
-        found_VE = torch.empty(int(counts.sum()), self.encoder.dimension, dtype=torch.float32, device=self.device)
+        share_VE = torch.empty(int(counts.sum()), self.encoder.dimension, dtype=torch.float32, device=self.device)
         if self.even_calls:  # of one item again and again, until there are as many as on the rank that makes most
             most = int(self.ranks.max_(torch.tensor([len(calls)], device=self.device)).item())
             calls += self._calls(features.lengths[:1]) * (most - len(calls))
         stop = 0
-        for call, inputs in self._transfer.ahead(calls, lambda each: self._inputs(features, each)):
+
+        def collate(call: Chunk) -> dict[str, Tensor]:
+            return self.encoder.collate(features, call.rows, call.width)
+
+        for call, inputs in self._transfer.ahead(calls, collate):
             if self.ranks.is_one:
                 self.poll()
             vectors_VE = self.encoder(inputs)
-            if stop < len(places):
+            if stop < len(places):  # else an even call, whose vectors nobody wants
                 start, stop = stop, stop + int(counts[_own_rows(call)].sum())
-                found_VE[places[start:stop]] = vectors_VE[: stop - start].float()
-        return found_VE
+                share_VE[places[start:stop]] = vectors_VE[: stop - start].float()
+        return share_VE
 
     def _calls(self, lengths: NDArray[np.int64]) -> list[Chunk]:
         """Cut a slice into calls: on an accelerator into several, lest one width pads long and short items alike."""
@@ -320,9 +334,6 @@ class ItemEncoder:
             quarter = 1 << max(1, int(lengths.sum()) // 4).bit_length() - 1  # a power of 2, for few shapes
             budget = replace(budget, tokens=min(budget.tokens, max(LEAST_TOKENS, quarter)))
         return plan_chunks(lengths, budget, packed=self.encoder.packs)
-
-    def _inputs(self, features: Features, chunk: Chunk) -> dict[str, Tensor]:
-        return self.encoder.collate(features, chunk.rows, chunk.width)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

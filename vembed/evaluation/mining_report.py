@@ -1,4 +1,7 @@
-"""The report of a mining: how many negatives, their scores beside the positives', and those nearest to a positive."""
+"""The report of a mining: how many negatives, their scores beside the positives', and those nearest to a positive.
+
+`vembed mine` writes it beside its rows, and a run that mines writes one for every mining.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import numpy as np
 
 from vembed.batch import Composed, Image, pictures_in
 from vembed.evaluation.benchmark.names import model_labels
-from vembed.mining.choose import RULES, relative_limits
 from vembed.pages.charts import distribution_edges, draw_distributions
 from vembed.pages.page import (
     Cell,
@@ -29,6 +31,7 @@ from vembed.pages.page import (
 from vembed.pages.pictures import copies_note, picture_name, small_copies
 from vembed.pages.text import clip, count_text, metric_text, number_text
 from vembed.text import plural
+from vembed.vectors.mining import RULES, relative_limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,10 +39,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import ImageLimits, Item
-    from vembed.mining.mine import Mined
-    from vembed.mining.task import MiningTask
     from vembed.pages.page import Block
     from vembed.vectors.keys import MiningKeys
+    from vembed.vectors.mining import Mined, MiningTask
 
 SCHEMA_VERSION = 2  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 EXAMPLES, CHARACTERS, QUANTILES = 10, 240, (0.05, 0.5, 0.95)
@@ -111,6 +113,7 @@ class MiningReport:
     def scores(self) -> dict[str, NDArray[np.float32]]:
         """Return the scores of the sampled queries by group."""
         mined = self.mined
+        # Candidates of the window that a rule left out, or that were behind enough others.
         others = np.isfinite(mined.sample_scores_SK) & ~mined.sample_chosen_SK
         return {
             "positives": mined.positive_U[mined.sample_S],
@@ -140,6 +143,7 @@ def choose_examples(report: MiningReport) -> list[MiningExample]:
     with_any = np.flatnonzero((mined.rows_Un >= 0).any(axis=1))
     if not len(with_any):
         return []
+    # Half of the examples are the most doubtful, half are evenly spaced: these show what is usual.
     leads_U = np.nanmax(report.judged_scores[with_any], axis=1) - mined.positive_U[with_any]
     worst = with_any[np.argsort(-leads_U, kind="stable")[: EXAMPLES // 2]]
     spread = with_any[np.linspace(0, len(with_any) - 1, min(len(with_any), EXAMPLES)).astype(np.int64)]
@@ -202,6 +206,7 @@ def mining_page(report: MiningReport, limits: ImageLimits) -> Page:
     )
 
     examples = choose_examples(report)
+    # Pictures that several examples show are copied once.
     blocks = [block for number, example in enumerate(examples, start=1) for block in example_blocks(example, number)]
     pictures = list(pictures_on(blocks))
     copies = small_copies(pictures, limits)
@@ -238,6 +243,7 @@ def example_blocks(example: MiningExample, number: int) -> list[Block]:
         ["positive", document(example.positive), metric_text(example.positive_score), "labelled"]
     ]
     for item, score, rank in example.negatives:
+        # Of a negative or zero positive no share says anything.
         share = f"{100 * score / example.positive_score:.0f}%" if example.positive_score > 0 else ""
         rows.append([f"rank {rank}", document(item), metric_text(score), share])
     table = Table(
@@ -270,6 +276,7 @@ def mining_document(report: MiningReport, examples: Sequence[MiningExample]) -> 
     """Return the report for programs, every number unrounded."""
     counts = report.counts
     groups = report.scores
+    # The histogram has the edges of the figure, so that a program draws the same one.
     edges = distribution_edges([scores for scores in groups.values() if len(scores)])
     shares = {name: 100 * np.histogram(scores, bins=edges)[0] / max(1, len(scores)) for name, scores in groups.items()}
     return {

@@ -1,22 +1,26 @@
-"""The page of a sweep: a table of the trials, a drawing of the dev metric over what was tried, and what was chosen.
+"""The trials of a sweep in their order, as the table of a terminal and as a page.
 
-The command prints the same table.
+A difference to the best trial is paired over the dev set's queries. All trials are compared with the same best one, so
+the intervals are widened until all of them hold together at 95% (Bonferroni: each at 1 - 5% / (trials - 1)). They speak
+of other queries, not of other training seeds.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from vembed.errors import DataError
+from vembed.evaluation.significance import CONFIDENCE, compare
 from vembed.pages.charts import BETTER, LARGE_INCHES, LINE, SERIES, chart_axes, inline_svg
 from vembed.pages.page import Cell, Figure, Note, Page, Row, Section, Table, command_blocks, pairs_table
 from vembed.pages.terminal import table_lines
 from vembed.pages.text import capitalised, metric_text, signed_text
 from vembed.text import plural
-from vembed.workflows.sweeping.ranking import chosen_lines
 from vembed.workflows.sweeping.space import LOG_RATIO
-from vembed.workflows.sweeping.trials import dev_value
+from vembed.workflows.sweeping.trials import best_of, dev_metric, dev_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +28,13 @@ if TYPE_CHECKING:
     from markupsafe import Markup
     from matplotlib.axes import Axes
 
-    from vembed.workflows.sweeping.ranking import Ranked
+    from vembed.evaluation.significance import Comparison
+    from vembed.workflows.sweeping.trials import Outcome
+
+Word: TypeAlias = Literal["best", "within noise", "worse", "shorter", "failed"]
+
+IN_FULL: tuple[Word, ...] = ("best", "within noise", "worse")
+"""Trials with all their steps and a result: what is compared with the best."""
 
 MOST_MARKED = 6
 """Values of one key that all stand on its axis; of more only the lowest and the highest."""
@@ -36,6 +46,78 @@ LIMITS = (
     "for how many trials are compared with the best one. They speak of other queries, not of other training seeds; "
     "train the chosen values with the key seeds to see how much those change."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A trial in its place among the others."""
+
+    outcome: Outcome
+    word: Word
+    to_best: Comparison | None = None  # the trial against the best one, on the same dev queries
+
+
+def rank(outcomes: Sequence[Outcome], metric: str) -> list[Ranked]:
+    """Return the trials, the best first: those of fewer steps behind, and those that failed last.
+
+    Raises:
+        DataError: Two trials were evaluated on different queries.
+    """
+    metric = dev_metric(outcomes, metric)
+    finished = [outcome for outcome in outcomes if outcome.dev is not None]
+    # A round of a halving sets max_steps: its result is that of a shorter training, no matter how good.
+    short = [outcome for outcome in finished if "max_steps" in outcome.trial.overrides]
+    full = [outcome for outcome in finished if "max_steps" not in outcome.trial.overrides]
+    best = best_of(full, metric)
+    ranked = []
+    for outcome in sorted(full, key=lambda outcome: (-dev_value(outcome, metric), outcome is not best)):
+        if outcome is best:
+            ranked.append(Ranked(outcome, "best"))
+            continue
+        assert best is not None
+        assert best.dev is not None
+        assert outcome.dev is not None
+        confidence = 1 - (1 - CONFIDENCE) / (len(full) - 1)
+        try:
+            comparison = compare(best.dev, outcome.dev, metric, confidence=confidence)
+        except ValueError as error:
+            raise DataError(f"{outcome.folder} can't be compared with {best.folder}: {error}") from error
+        ranked.append(Ranked(outcome, "worse" if comparison.high < 0 else "within noise", comparison))
+    short.sort(key=lambda outcome: (-outcome.trial.steps, -dev_value(outcome, metric)))
+    ranked += [Ranked(outcome, "shorter") for outcome in short]
+    return [*ranked, *(Ranked(outcome, "failed") for outcome in outcomes if outcome.dev is None)]
+
+
+def chosen_lines(ranked: Sequence[Ranked], metric: str, *, has_test: bool) -> list[str]:
+    """Say which trial was chosen by what, and what its verdict is worth."""
+    finished = [row for row in ranked if row.word in IN_FULL]
+    if not finished:
+        return ["no trial finished: nothing is chosen"]
+    best = finished[0].outcome
+    assert best.dev is not None
+    equals = sum(row.word == "within noise" for row in finished)
+    lines = [f"chosen by {metric} on the dev set {best.dev.task} alone: {best.trial.values}"]
+    if equals:
+        lines.append(f"noise explains its difference to {equals} of the {len(finished) - 1} others")
+    lines.append(f"its verdict: {best.sentence}")
+    lines += [f"caveat: {caveat}" for caveat in best.caveats]
+    if has_test:
+        lines.append(
+            f"one of {len(ranked)} was chosen on the dev set, so its dev value flatters it; the test set had no "
+            f"part in the choice"
+        )
+        if len(finished) > 1:
+            lines.append(
+                "the comparison shows the best trials on the test set too: it chooses nothing, and to take another "
+                "trial for its test result would be a choice on the test set"
+            )
+    else:
+        lines.append(
+            f"the verdict is on the dev set that chose one of {len(ranked)}, which flatters it; give test_data_path "
+            f"for one that counts"
+        )
+    lines.append(f"model: {best.folder / 'model'}")
+    return lines
 
 
 def sweep_page(
@@ -153,8 +235,8 @@ def sweep_document(ranked: Sequence[Ranked], metric: str, facts: Mapping[str, st
 
 def draw_trials(ranked: Sequence[Ranked], metric: str, *, name: str, label: str) -> Markup:
     """Draw the dev metric over the one key that was tried, or a line for each trial through an axis for each key."""
-    shown = [trial for trial in ranked if trial.word in ("best", "within noise", "worse")]
-    shown = shown or [trial for trial in ranked if trial.word == "shorter"]
+    # All steps or none: a shorter training lies lower for its steps, not for its values.
+    shown = [trial for trial in ranked if trial.word in IN_FULL] or [row for row in ranked if row.word == "shorter"]
     keys, values = tried_keys(ranked), [dev_value(trial.outcome, metric) for trial in shown]
     texts = {key: [trial.outcome.trial.shown[key] for trial in shown] for key in keys}
     with chart_axes(LARGE_INCHES) as (figure, axes):

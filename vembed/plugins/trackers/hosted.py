@@ -1,4 +1,4 @@
-"""What the trackers of services do alike: run ids, resuming, and which steps a service has already."""
+"""Base of the trackers of services: run ids, resuming, and the steps that a service has already."""
 
 from __future__ import annotations
 

@@ -41,13 +41,13 @@ METHOD = (
 
 
 def summary(check: DataCheck) -> str:
-    """Return how many kinds of findings there are, worst first."""
+    """Return the numbers of findings by severity, worst first."""
     counts = [(check.count(severity), severity) for severity in SEVERITIES]
     return ", ".join(plural(count, severity) for count, severity in counts if count) or "nothing found"
 
 
 def size_text(check: DataCheck) -> str:
-    """Return how much was read."""
+    """Return the counts of rows, queries and documents that were read."""
     source = check.source
     parts = [plural(len(source.table), "row"), plural(len(source.queries), "query", "queries")]
     parts.append(plural(len(source.documents), "document"))
@@ -63,7 +63,12 @@ def terminal_lines(check: DataCheck) -> list[str]:
         share = f" ({finding.share})" if finding.share else ""
         lines.append(f"  {finding.severity:<7}  {count_text(finding.count):>{width}} {finding.title}{share}")
         if finding.examples and finding.severity != "note":
-            cells = " | ".join(_short(cell) for cell in finding.examples[0] if cell)
+            # Characters of East Asia take two columns each: half as many fit.
+            cuts = ((cell, clip(cell, TERMINAL_CHARACTERS).short) for cell in finding.examples[0] if cell)
+            cells = " | ".join(
+                cut if columns_of(cut) <= 2 * TERMINAL_CHARACTERS else clip(cell, TERMINAL_CHARACTERS // 2).short
+                for cell, cut in cuts
+            )
             lines.append(f"  {'':<7}  {'':>{width}}   {cells}")
     if not check.findings:
         lines.append("  no errors, no warnings")
@@ -72,11 +77,6 @@ def terminal_lines(check: DataCheck) -> list[str]:
     lines += [f"  {name.lower():<{margin}}  {words}" for name, words in facts]
     lines += [f"  {note}" for note in check.notes]
     return [*lines, summary(check)]
-
-
-def _short(cell: str) -> str:
-    shown = clip(cell, TERMINAL_CHARACTERS).short
-    return shown if columns_of(shown) <= 2 * TERMINAL_CHARACTERS else clip(cell, TERMINAL_CHARACTERS // 2).short
 
 
 def profile_facts(check: DataCheck) -> list[tuple[str, str]]:
@@ -106,6 +106,7 @@ def _shares(counts: Mapping[str, int], most: int = MOST_SHARES) -> str:
 
 
 def _percent(share: float) -> str:
+    # Neither 100% nor 0% where that isn't true to the last row.
     if 0.999 <= share < 1:
         return "over 99.9%"
     return f"{number_text(float(f'{100 * share:.3g}'))}%" if share >= 0.0005 else "under 0.1%"
@@ -208,6 +209,7 @@ def example_blocks(finding: Finding) -> list[Block]:
 
 def draw_lengths(lengths: NDArray[np.int32], *, side: str, unit: str, name: str, label: str) -> Markup:
     """Draw how long texts are; the longest 1% stand in the last bar."""
+    # One text of a million tokens would press all others into the first bar.
     top = max(1.0, float(np.quantile(lengths, 0.99)))
     counts, edges = np.histogram(np.minimum(lengths, top), bins=min(BARS, int(top)), range=(0.0, top))
     with chart_axes(LARGE_INCHES) as (figure, axes):

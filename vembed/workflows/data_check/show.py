@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from vembed.batch import ImageLimits, Item, Side
-    from vembed.data.columns import ColumnsRead
     from vembed.data.splits import SourceOptions
     from vembed.data.table import Record
     from vembed.models.encoder import Encoder
@@ -34,18 +33,14 @@ def shown_rows(path: str, options: SourceOptions, count: int, encoder: Encoder |
     """
     loaded = load_records(path, options)
     yield f"{path}: {plural(len(loaded.table), 'row')}, {plural(len(loaded.table.items), 'distinct item')}"
-    yield from (f"  {line}" for line in (*_columns(loaded.columns), *loaded.notes))
+    columns = [
+        f"{ours:<15} column {listing(theirs)}{' (by name)' if {*theirs} <= {*loaded.columns.guessed} else ''}"
+        for ours, theirs in loaded.columns.used.items()
+    ]
+    yield from (f"  {line}" for line in (*columns, *loaded.notes))
     for record in loaded.table.take(range(min(count, len(loaded.table)))):
         usual = {column.name: column.default for column in options.loss.columns} if options.loss else {}
         yield from ("", *_row(record, encoder, options.image_limits, usual))
-
-
-def _columns(columns: ColumnsRead) -> list[str]:
-    """Return what the columns were read as, where the source has any."""
-    return [
-        f"{ours:<15} column {listing(theirs)}{' (by name)' if {*theirs} <= {*columns.guessed} else ''}"
-        for ours, theirs in columns.used.items()
-    ]
 
 
 def _row(record: Record, encoder: Encoder | None, limits: ImageLimits, usual: Mapping[str, float]) -> Iterator[str]:
@@ -69,13 +64,14 @@ def _row(record: Record, encoder: Encoder | None, limits: ImageLimits, usual: Ma
 
 
 def _item(item: Item, side: Side, encoder: Encoder | None, limits: ImageLimits) -> str:
-    """Return what an item is."""
+    """Return the pictures of an item with their formats and sizes, and its text with the prompt and its tokens."""
     words = []
     for image in pictures_in([item]):
         header = check_image(image, limits)
         words.append(f"[{image.path}, {header.format} {header.width} x {header.height}]")
     text = item if isinstance(item, str) else item.text if isinstance(item, Composed) else ""
     prompt = encoder.prompts.get(side, "") if encoder is not None and isinstance(item, str) else ""
+    # Prompt and tokens are of items that are texts: beside a picture a model has a template of its own.
     if text:
         words.append(clip(f"{prompt}{text}", SHOWN_CHARACTERS).short)
     if encoder is not None and isinstance(item, str):

@@ -255,6 +255,7 @@ def _draw_points(axes: Axes, texts: Sequence[str], values: Sequence[float]) -> N
 
     numbers = _numbers(texts)
     names = list(dict.fromkeys(texts))
+    # Words have no distance: they stand one apart, without a line between them.
     across = numbers or [float(names.index(text)) for text in texts]
     points = sorted(zip(across, values, strict=True))
     axes.plot(*zip(*points, strict=True), color=SERIES, marker="o", markersize=4.5, linestyle="-" if numbers else "")
@@ -269,12 +270,14 @@ def _draw_points(axes: Axes, texts: Sequence[str], values: Sequence[float]) -> N
 
 def _draw_lines(axes: Axes, texts: Mapping[str, Sequence[str]], values: Sequence[float]) -> None:
     """Draw parallel coordinates: each axis from its lowest value to its highest, the last one is the metric."""
+    # Every axis has its own scale from 0 to 1, so that keys of any size stand beside each other.
     columns = [_heights(axes, position, texts[key]) for position, key in enumerate(texts)]
     low, high = min(values), max(values)
     columns.append([(value - low) / (high - low) if high > low else 0.5 for value in values])
     for end, value in ((0.0, low), (1.0, high)) if high > low else ((0.5, low),):
         _write_value(axes, f"{value:.3f}", len(texts), end)
     across = range(len(texts) + 1)
+    # The best last, so that no other line covers it.
     for rank, line in reversed(list(enumerate(zip(*columns, strict=True)))):
         colour, width = (BETTER, 2.6) if rank == 0 else (SERIES, 1.1)
         axes.plot(across, line, color=colour, linewidth=width, alpha=1.0 if rank == 0 else 0.55)

@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a sweep or several seeds were asked for, as the folder keeps it."""
+    """Words and configuration of a sweep or of several seeds, as the folder keeps them."""
 
     asked: tuple[str, ...]  # the words that decide the trials, each "--try learning_rate=1e-5,2e-5"
     config: dict[str, Any]  # key -> value of the configuration without what is tried
@@ -178,7 +178,7 @@ class Outcome:
 
     @property
     def next_try(self) -> str:
-        """How a trial that failed is trained again."""
+        """Advice on how to train a failed trial again."""
         return f"delete {self.folder} to try it again" if self.is_done else "the same command tries it again"
 
 

@@ -22,8 +22,7 @@ def versions(setting: Setting) -> Iterator[Finding]:
     """State versions, machine and variables, and time one matrix product: the ceiling of all that follows."""
     import torch
 
-    from vembed.workflows.doctor.checks import shown_variables
-    from vembed.workflows.doctor.facts import machine_facts
+    from vembed.workflows.doctor.machine import machine_facts, shown_variables
 
     facts = machine_facts(Path.cwd())
     packages = {name: found or "missing" for name, found in (facts.packages | facts.extras).items()}

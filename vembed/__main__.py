@@ -6,7 +6,7 @@ import sys
 
 import vembed
 from vembed.errors import ConfigError, ExitCode
-from vembed.registry import COMMANDS
+from vembed.registry import COMMANDS, import_installed, installed_names
 
 _USAGE = """usage: vembed [--plugins MODULE,...] COMMAND ...
 
@@ -57,6 +57,11 @@ def _run(words: list[str]) -> int:
 
 def _listing() -> str:
     """Return a line for each command: its name and what it does."""
+    for name in installed_names():  # a package doesn't say which of its names are commands, so all are looked at
+        try:
+            import_installed(name)
+        except ConfigError as error:
+            print(f"warning: {error}", file=sys.stderr)  # noqa: T201
     lines = []
     width = max(10, *map(len, COMMANDS.names()))
     for name in COMMANDS.names():

@@ -1,8 +1,12 @@
 """Names that a configuration may use for code: one table for each kind, for our own entries and for plugins alike.
 
 A built-in entry is a text, "module:attribute", imported when it is first asked for, so that a list of names costs no
-import. A plugin is a module of the user's that registers the thing itself, by `vembed.register_loss` and its siblings;
-the key `plugins` names such modules.
+import. A plugin is a module that registers the thing itself, by `vembed.register_loss` and its siblings. It is imported
+where the key `plugins` names it, or, of an installed package, when a name is asked for that nothing else has: the
+package says which module brings which name, by entry points of the group `vembed.plugins`:
+
+    [project.entry-points."vembed.plugins"]
+    loss-table = "their_package.trackers"
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import sys
 import traceback
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +27,8 @@ from vembed.redact import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+ENTRY_POINTS = "vembed.plugins"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
@@ -68,8 +75,19 @@ class Registry:
         """Return the names that plugins added, each with its module."""
         return dict(self._plugins)
 
-    def __contains__(self, name: object) -> bool:
+    def find(self, name: str) -> bool:
+        """Return True where there is an entry; where there is none yet, an installed package may bring it now.
+
+        Raises:
+            ConfigError: The module of the package can't be imported.
+        """
+        # Ours and those of `plugins` first: no package that happens to be installed can take one of their names.
+        if name not in self._builtin and name not in self._plugins:
+            import_installed(name)
         return name in self._builtin or name in self._plugins
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.find(name)
 
     def load(self, name: str) -> Any:
         """Return an entry; a built-in one is imported now.
@@ -77,7 +95,7 @@ class Registry:
         Raises:
             ConfigError: There is none of that name; the message has the nearest one.
         """
-        if name not in self:
+        if not self.find(name):
             near = get_close_matches(name, self.names(), n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
             raise ConfigError(f"no {self.kind} {name!r}{hint} There are: {', '.join(self.names())}")
@@ -232,19 +250,53 @@ def import_plugins(names: object) -> None:
                 importlib.import_module(name)
             except ModuleNotFoundError as error:
                 if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                    raise ConfigError(_failure(name, error)) from error
+                    raise ConfigError(f"plugins: {_failure(name, error)}") from error
                 raise ConfigError(
                     f"plugins: there is no module {error.name}; searched in the current folder ({Path.cwd()}), "
                     f"PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'}) and the installed packages"
                 ) from error
             except (Exception, SystemExit) as error:
-                raise ConfigError(_failure(name, error)) from error
+                raise ConfigError(f"plugins: {_failure(name, error)}") from error
+
+
+@cache
+def installed_names() -> dict[str, dict[str, str]]:
+    """Return the names that installed packages bring, each with its modules and the package of each."""
+    from importlib.metadata import entry_points  # reads a file of each installed package: 10 ms for a hundred of them
+
+    names: dict[str, dict[str, str]] = {}
+    for entry in entry_points(group=ENTRY_POINTS):
+        package = "" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+        names.setdefault(entry.name, {})[entry.module] = package
+    return names
+
+
+_imported: list[str] = []  # modules of installed packages, in the order in which they were asked for
+
+
+def import_installed(name: str) -> None:
+    """Import the modules by which installed packages bring a name, where there are any.
+
+    Other modules of theirs stay as they are: an installed plugin costs nothing and changes no run that doesn't name it.
+
+    Raises:
+        ConfigError: A module can't be imported.
+    """
+    for module, package in installed_names().get(name, {}).items():
+        if module in _imported:
+            continue
+        _imported.append(module)  # before the import: the module may ask for the name that it is about to register
+        try:
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:
+            _imported.remove(module)
+            raise ConfigError(f"{name} is of the package {package}: {_failure(module, error)}") from error
 
 
 def plugin_lines(names: list[str]) -> list[str]:
-    """Return for each plugin where it is and what it registered, for the plan."""
+    """Return for each plugin, named or installed and in use, where it is and what it registered, for the plan."""
     lines = []
-    for name in names:
+    for name in dict.fromkeys([*names, *_imported]):
         added = [f"{table.kind} {entry}" for table, entry in _registered(name)]
         file = getattr(sys.modules.get(name), "__file__", None) or "built in"
         lines.append(f"plugins: {name} ({file}) registers {', '.join(added) or 'nothing'}")
@@ -310,7 +362,7 @@ def _current_folder_first() -> Iterator[None]:
 def _failure(name: str, error: BaseException) -> str:
     """Say why a plugin can't be imported, with the line of its code that failed."""
     if isinstance(error, SyntaxError):
-        return f"plugins: {name} can't be imported: {error.filename}:{error.lineno}: {error.msg}"
+        return f"{name} can't be imported: {error.filename}:{error.lineno}: {error.msg}"
     machinery = ("<", f"{Path(importlib.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(machinery)]
     where = ""
@@ -319,4 +371,4 @@ def _failure(name: str, error: BaseException) -> str:
         last = [frame for frame in frames if frame.filename.startswith(home)][-1]
         where = f"{last.filename}:{last.lineno}: "
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-    return f"plugins: {name} can't be imported: {where}{kind}{printable(str(error))}"
+    return f"{name} can't be imported: {where}{kind}{printable(str(error))}"

@@ -6,8 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from vembed.workflows.doctor.checks import MEANINGS, check_machine, odd_variables, shown_variables
-from vembed.workflows.doctor.facts import Device, MachineFacts, Space
+from vembed.workflows.doctor.machine import (
+    MEANINGS,
+    Device,
+    MachineFacts,
+    Space,
+    check_machine,
+    odd_variables,
+    shown_variables,
+)
 
 GIB = 1 << 30
 GPU = Device("NVIDIA H100", 80 * GIB, 79 * GIB, fast_bf16=True, capability="9.0")

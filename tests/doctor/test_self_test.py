@@ -10,8 +10,7 @@ import torch
 
 from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError
-from vembed.workflows.doctor.local_ranks import run_on_local_ranks
-from vembed.workflows.doctor.self_test import TOLERANCE, SelfTest, check_this_rank, self_test
+from vembed.workflows.doctor.self_test import TOLERANCE, SelfTest, check_this_rank, run_on_local_ranks, self_test
 
 if TYPE_CHECKING:
     from rank_pool import RankPool

@@ -13,7 +13,7 @@ import pytest
 
 from vembed.entrypoints import doctor
 from vembed.errors import MachineError
-from vembed.workflows.doctor import facts as facts_module
+from vembed.workflows.doctor import machine as machine_module
 from vembed.workflows.doctor import self_test as self_test_module
 from vembed.workflows.doctor.self_test import SelfTest
 
@@ -88,7 +88,7 @@ def test_a_missing_package_ends_with_5_though_nothing_was_started(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert doctor.main(["--no-self-test"], program="vembed doctor") == 0
-    monkeypatch.setattr(facts_module, "REQUIRED_PACKAGES", ("torch", "no-such-package-of-ours"))
+    monkeypatch.setattr(machine_module, "REQUIRED_PACKAGES", ("torch", "no-such-package-of-ours"))
     assert doctor.main(["--no-self-test"], program="vembed doctor") == 5
     assert "pip install no-such-package-of-ours" in capsys.readouterr().out
 

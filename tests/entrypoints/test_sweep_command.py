@@ -17,9 +17,7 @@ import vembed
 from vembed.config.load import load_config
 from vembed.entrypoints import sweep, train
 from vembed.errors import ConfigError, ExitCode
-from vembed.workflows.sweeping.process import TrainProcess
-from vembed.workflows.sweeping.request import Request
-from vembed.workflows.sweeping.trials import Trial
+from vembed.workflows.sweeping.trials import Request, TrainProcess, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable

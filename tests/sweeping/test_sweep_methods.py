@@ -10,10 +10,9 @@ import pytest
 
 from vembed.errors import DataError, PreemptedError
 from vembed.evaluation.results import EvaluationResult, write_evaluation
-from vembed.workflows.sweeping.methods import rungs, shorter, train_all, train_halving, train_optuna
-from vembed.workflows.sweeping.ranking import chosen_lines, rank
-from vembed.workflows.sweeping.report import terminal_lines
+from vembed.workflows.sweeping.report import chosen_lines, rank, terminal_lines
 from vembed.workflows.sweeping.space import grid, parse_tries
+from vembed.workflows.sweeping.sweep import rungs, shorter, train_halving, train_optuna
 from vembed.workflows.sweeping.trials import OUTCOME_FILE, Trial, Trials, trial_name
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ SIX = trials("learning_rate=1e-5,3e-5,6e-5", "temperature=0.05,0.3")
 
 
 def test_a_grid_chooses_the_best_and_says_what_noise_explains(tmp_path: Path) -> None:
-    outcomes = train_all(SIX, Trials(tmp_path, Arithmetic(), METRIC, 6).train)
+    outcomes = [*map(Trials(tmp_path, Arithmetic(), METRIC, 6).train, SIX)]
     ranked = rank(outcomes, METRIC)
     assert ranked[0].outcome.trial.choice == {"learning_rate": "3e-5", "temperature": "0.05"}
     assert [each.word for each in ranked] == ["best", *["worse"] * 5]
@@ -102,7 +101,7 @@ def test_a_difference_that_its_interval_does_not_exclude_is_within_noise(tmp_pat
         write_run_of(folder, result(mean, noise=0.3, seed=seed))
         return ""
 
-    ranked = rank(train_all(two, Trials(tmp_path, runner, METRIC, 2).train), METRIC)
+    ranked = rank([*map(Trials(tmp_path, runner, METRIC, 2).train, two)], METRIC)
     assert [each.word for each in ranked] == ["best", "within noise"]
     assert "noise explains its difference to 1 of the 1 others" in "\n".join(
         chosen_lines(ranked, METRIC, has_test=True)
@@ -116,7 +115,7 @@ def write_run_of(folder: Path, dev: EvaluationResult) -> None:
 
 
 def test_more_trials_widen_the_intervals(tmp_path: Path) -> None:
-    outcomes = train_all(SIX, Trials(tmp_path, Arithmetic(), METRIC, 6).train)
+    outcomes = [*map(Trials(tmp_path, Arithmetic(), METRIC, 6).train, SIX)]
     two, six = rank(outcomes[:4:2], METRIC), rank(outcomes, METRIC)
     assert two[1].to_best is not None
     of_six = next(each for each in six if each.outcome is two[1].outcome).to_best
@@ -126,7 +125,7 @@ def test_more_trials_widen_the_intervals(tmp_path: Path) -> None:
 
 
 def test_a_failed_trial_is_a_row_with_its_reason_and_stops_no_other(tmp_path: Path) -> None:
-    lines = table(tmp_path, lambda runs: train_all(SIX, runs.train), failing="3e-5")
+    lines = table(tmp_path, lambda runs: [*map(runs.train, SIX)], failing="3e-5")
     assert sum("failed" in line for line in lines) == 4  # two rows, and a line each with the reason
     again = f"(delete {tmp_path / SIX[3].name} to try it again)"
     assert lines[-1] == f"failed: learning_rate=3e-5 temperature=0.3: out of memory {again}"
@@ -183,7 +182,7 @@ def test_optuna_comes_near_the_best_values(tmp_path: Path) -> None:
 
 def ways(tmp_path: Path) -> dict[str, Callable[[Trials], Any]]:
     return {
-        "grid": lambda runs: train_all(SIX, runs.train),
+        "grid": lambda runs: [*map(runs.train, SIX)],
         "halving": lambda runs: train_halving(SIX, runs.train, METRIC, lambda _: None),
         "optuna": optuna_way(tmp_path),
     }

@@ -12,11 +12,17 @@ from vembed.entrypoints import sweep
 from vembed.errors import DataError, ExitCode
 from vembed.evaluation.results import EvaluationResult, write_evaluation
 from vembed.pages.write import write_page
-from vembed.workflows.sweeping.process import TrainProcess
-from vembed.workflows.sweeping.ranking import chosen_lines, rank
-from vembed.workflows.sweeping.report import sweep_page, terminal_lines
+from vembed.workflows.sweeping.report import chosen_lines, rank, sweep_page, terminal_lines
 from vembed.workflows.sweeping.seeds import train_seeds
-from vembed.workflows.sweeping.trials import OUTCOME_FILE, Outcome, Trial, Trials, TryAgainError, trial_name
+from vembed.workflows.sweeping.trials import (
+    OUTCOME_FILE,
+    Outcome,
+    TrainProcess,
+    Trial,
+    Trials,
+    TryAgainError,
+    trial_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

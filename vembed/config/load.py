@@ -29,10 +29,9 @@ from pydantic_core import ErrorDetails
 from vembed.config import names
 from vembed.config.documents import MAX_DEPTH, MAX_VALUES, TOO_MANY, Unreadable, read_document, read_flow, read_word
 from vembed.config.messages import explain, explain_entry, show_value, unknown_key
-from vembed.config.schema import BrokenRules, Config, fields
+from vembed.config.schema import BrokenRules, Config, fields, import_named
 from vembed.errors import ConfigError
 from vembed.redact import MASK, lacks_secret, names_secret, printable, shown
-from vembed.registry import import_plugins
 from vembed.section import written
 
 MAX_FILE_BYTES = 2**18
@@ -139,12 +138,12 @@ def _check(lower: Layer, upper: Layer, path: Path | None) -> LoadedConfig:
     """Lay one layer over the other and judge the result: steps 2 to 6."""
     start = Origin(0, 0, "configuration" if path is None else printable(str(path)))
     problems = [*lower.problems, *upper.problems]
-    plugins = [setting for setting in (*lower.settings, *upper.settings) if setting.name == "plugins"]
-    if plugins:
+    last = {(setting.name, setting.part): setting for setting in (*lower.settings, *upper.settings)}
+    for (name, part), setting in sorted(last.items(), key=lambda row: row[0][0] != "plugins"):
         try:
-            import_plugins(plugins[-1].value)
+            import_named({name: setting.value if part is None else {part: setting.value}})
         except ConfigError as error:
-            raise_problems([Problem(plugins[-1].origin, str(error).removeprefix("plugins: "), "plugins")])
+            raise_problems([Problem(setting.origin, str(error).removeprefix("plugins: "), name)])
     known = fields()
     settings = _lay_over(_settle(lower.settings, known, problems), _settle(upper.settings, known, problems))
     foreign = {name: setting for name, setting in settings.items() if name not in known}

@@ -93,13 +93,13 @@ class Config(
         # Keys of losses are known once all losses are registered, plugins' too: not yet where this class is made.
         if cls is not Config:
             return super().__new__(cls)
-        import_plugins(values.get("plugins"))
+        import_named(values)
         return cast("Self", super().__new__(config_class()))
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
         """Check values against `config_class()`, whatever the class."""
-        import_plugins(obj.get("plugins") if isinstance(obj, Mapping) else None)
+        import_named(obj if isinstance(obj, Mapping) else {})
         return cast("Self", super(Config, config_class()).model_validate(obj, **options))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -143,6 +143,22 @@ class Config(
         if broken:
             raise BrokenRules(broken)
         return self
+
+
+def import_named(values: Mapping[str, object]) -> None:
+    """Import the plugins that values name, before they are checked: a plugin's loss brings keys.
+
+    Args:
+        values: Of a configuration, as they were written; those that are wrong are left to the schema to refuse.
+
+    Raises:
+        ConfigError: A plugin can't be imported.
+    """
+    import_plugins(values.get("plugins"))
+    added = values.get("added_losses")
+    for name in (values.get("loss_type"), *(added if isinstance(added, Mapping) else ())):
+        if isinstance(name, str):
+            LOSSES.find(name)  # by the entry points of installed packages
 
 
 def config_class() -> type[Config]:

@@ -53,8 +53,8 @@ def _run(given: Mapping[str, Any]) -> int:
         from vembed.training.early import refuse_wrong_run
 
         refuse_wrong_run(loaded.config)  # what would end a run of it is told before the machine is looked at
-    from vembed.workflows.doctor.checks import check_machine, odd_variables, shown_variables
-    from vembed.workflows.doctor.facts import machine_facts  # imports torch, which a bad CONFIG must not wait for
+    # It imports torch, which a bad CONFIG must not wait for.
+    from vembed.workflows.doctor.machine import check_machine, machine_facts, odd_variables, shown_variables
     from vembed.workflows.doctor.self_test import self_tests
     from vembed.workflows.doctor.show import as_document, passed, show_checks, show_facts, show_tests
 

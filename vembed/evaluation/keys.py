@@ -34,7 +34,9 @@ Bm25Language: TypeAlias = Literal[
 """Languages that BM25 has both a stemmer and stop words for; plain stems nothing, and has English stop words."""
 
 
-MetricName = Annotated[str, Registered(lambda name: name in metrics_that_choose(), _metric_schema)]
+MetricName = Annotated[
+    str, Registered(lambda name: METRICS.find(name.partition("@")[0]) and name in metrics_that_choose(), _metric_schema)
+]
 
 
 class EvaluationKeys(Section):

@@ -321,6 +321,8 @@ def _wrong_towers(text: str | None, image: str | None, name: str) -> str:
 def _unknown_builtin(names: tuple[str, ...]) -> str:
     for model in names:
         kind, _, name = model.partition(":")
+        if kind == "builtin":
+            ENCODERS.find(name)  # an installed package may bring it
         known = (*BUILTIN_MODELS, *(entry for entry in ENCODERS.plugins() if ENCODERS.load(entry).builtin == entry))
         if kind == "builtin" and name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]

@@ -28,7 +28,7 @@ class TensorBoardTracker(Tracker):
         MachineError: The package is missing.
     """
 
-    name = "tensorboard"
+    name = package = "tensorboard"
     advice = "see that its folder can be written and the disk isn't full"
 
     def __init__(self, folder: Path, *, resume_step: int = 0, config: Mapping[str, object] | None = None) -> None:

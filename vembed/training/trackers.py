@@ -73,6 +73,9 @@ class Tracker:
     name: ClassVar[str]
     """Name in `report_to`."""
 
+    package: ClassVar[str] = ""
+    """Python package that it imports, for a message before training where it is missing; empty needs none."""
+
     advice: ClassVar[str] = "leave it out of report_to to run without it"
     """What a user can do when it fails."""
 
@@ -313,14 +316,15 @@ def refuse_missing_packages(report_to: str | list[str]) -> None:
         MachineError: It is missing.
     """
     for name in _names(report_to):
-        if name not in TRACKERS.plugins() and not _is_installed(name):
-            raise MachineError(missing_text(name, f"No module named {name!r}"))
+        if (package := _package_of(name)) and not _is_installed(package):
+            raise MachineError(missing_text(name, f"No module named {package!r}"))
 
 
 def missing_text(name: str, why: str) -> str:
-    """Return the message for a user whose machine lacks the package of one of our trackers."""
-    # TensorBoard is a dependency of vembed itself; the package of each other tracker is an extra of the tracker's name.
-    wanted = name if name == "tensorboard" else f'"vembed[{name}]"'
+    """Return the message for a user whose machine lacks the package of a tracker."""
+    # TensorBoard is a dependency of vembed itself; the package of each other one of ours is an extra of its name.
+    is_extra = name != "tensorboard" and name not in TRACKERS.plugins()
+    wanted = f'"vembed[{name}]"' if is_extra else _package_of(name)
     return (
         f"the tracker {name} needs a package that is missing ({why}): pip install {wanted}, or leave it out of "
         f"report_to"
@@ -333,7 +337,7 @@ def open_trackers(
     """Return metrics.jsonl, cut back to a step, and the trackers that the user wants beside it.
 
     Args:
-        report_to: Their names; "none" is none, "all" is each of ours whose package is installed.
+        report_to: Their names; "none" is none, "all" is each whose package is installed.
         resume_step: Step of the checkpoint that the run continues from; 0 for a run from the start.
 
     Raises:
@@ -361,8 +365,16 @@ def open_trackers(
 
 def _names(report_to: str | list[str]) -> list[str]:
     if report_to == "all":
-        return [name for name in TRACKERS.names() if name in TRACKERS.plugins() or _is_installed(name)]
+        packages = {name: _package_of(name) for name in TRACKERS.names()}
+        return [name for name, package in packages.items() if not package or _is_installed(package)]
     return [] if report_to == "none" else [report_to] if isinstance(report_to, str) else [*dict.fromkeys(report_to)]
+
+
+def _package_of(name: str) -> str:
+    """Return the Python package of a tracker; ours have its name, so that none of their modules is imported for it."""
+    is_ours = name in TRACKERS.names() and name not in TRACKERS.plugins()
+    package: str = name if is_ours else TRACKERS.load(name).package
+    return package
 
 
 def _is_installed(package: str) -> bool:

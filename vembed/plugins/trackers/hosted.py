@@ -1,4 +1,4 @@
-"""What the trackers of services do alike: run ids, resuming, and which steps a service has already."""
+"""Base of the trackers of services: run ids, resuming, and the steps that a service has already."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROJECT = "vembed"
 
 
 class HostedTracker(Tracker, ABC):
-    """A run of a service, fed through the service's Python package, which has the tracker's name.
+    """A run of a service, fed through the service's Python package (`package`; imported, it is `self.service`).
 
     Numbers go under `train/`, `ranks/`, `evaluation/` and `result/`. The tracker's folder keeps two files:
 
@@ -42,7 +42,7 @@ class HostedTracker(Tracker, ABC):
     def __init__(self, folder: Path, *, resume_step: int = 0, config: Mapping[str, object] | None = None) -> None:
         super().__init__(folder, resume_step=resume_step, config=config)
         try:
-            self.package: Any = importlib.import_module(self.name)
+            self.service: Any = importlib.import_module(self.package or self.name)
         except ImportError as error:
             raise MachineError(missing_text(self.name, str(error))) from error
         self._run: Any = None

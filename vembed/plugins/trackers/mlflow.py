@@ -41,7 +41,7 @@ class MlflowTracker(HostedTracker):
     Names of numbers have "_at_" in place of "@", which MLflow refuses: `evaluation/ndcg_at_10`.
     """
 
-    name = "mlflow"
+    name = package = "mlflow"
     advice = "see that MLFLOW_TRACKING_URI answers; MLflow's local database comes with pip install 'vembed[mlflow]'"
 
     def __init__(self, folder: Path, *, resume_step: int = 0, config: Mapping[str, object] | None = None) -> None:
@@ -54,7 +54,7 @@ class MlflowTracker(HostedTracker):
 
     def open(self, run_id: str) -> Any:
         """Return MLflow's run, named as the output folder."""
-        self._client = client = self.package.MlflowClient()
+        self._client = client = self.service.MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         existing = client.get_experiment_by_name(name)
         experiment = client.create_experiment(name) if existing is None else existing.experiment_id
@@ -65,14 +65,14 @@ class MlflowTracker(HostedTracker):
         run_name = os.environ.get("MLFLOW_RUN_NAME", self.run_name)
         run = client.create_run(experiment, run_name=run_name, tags={ID_TAG: run_id})
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.config.items()}
-        parameters = [self.package.entities.Param(key, text) for key, text in texts.items()]
+        parameters = [self.service.entities.Param(key, text) for key, text in texts.items()]
         for first in range(0, len(parameters), MOST_PARAMETERS):
             client.log_batch(run.info.run_id, params=parameters[first : first + MOST_PARAMETERS])
         return run
 
     def location(self, run: Any) -> str:
         """Return the run's name and where it is kept."""
-        return f"run {run.info.run_name} ({run.info.run_id}) in {self.package.get_tracking_uri()}"
+        return f"run {run.info.run_name} ({run.info.run_id}) in {self.service.get_tracking_uri()}"
 
     def last_steps(self, run: Any) -> dict[str, int]:
         """Return the last step that MLflow has of each group of numbers: sent.json counts those that waited, too."""
@@ -89,7 +89,7 @@ class MlflowTracker(HostedTracker):
         now = int(time.time() * 1000)  # MLflow counts milliseconds
         for name, value in values.items():
             allowed_name = re.sub(r"[^/\w.\- ]", "_", name.replace("@", "_at_"))
-            self._waiting.append(self.package.entities.Metric(allowed_name, float(value), now, step))
+            self._waiting.append(self.service.entities.Metric(allowed_name, float(value), now, step))
         if len(self._waiting) >= MOST_METRICS // 2 or time.monotonic() - self._flushed_at >= FLUSH_SECONDS:
             self._flush(run)
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 class SwanlabTracker(HostedTracker):
     """Send numbers to SwanLab; its own variables hold: SWANLAB_PROJ_NAME, SWANLAB_MODE=offline and the like."""
 
-    name = "swanlab"
+    name = package = "swanlab"
     advice = "log in with `swanlab login`, or set SWANLAB_MODE=offline"
 
     def open(self, run_id: str) -> Any:
         """Return SwanLab's run, named as the output folder."""
-        return self.package.init(
+        return self.service.init(
             project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
             experiment_name=os.environ.get("SWANLAB_EXP_NAME", self.run_name),
             id=run_id,

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class TrackioTracker(HostedTracker):
     """Send a run to trackio; its own variables hold: TRACKIO_DIR, TRACKIO_SPACE_ID and the like."""
 
-    name = "trackio"
+    name = package = "trackio"
     advice = "see that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is right; without both, trackio writes on this machine"
 
     def open(self, run_id: str) -> Any:
         """Return trackio's run, named as the output folder and its id."""
-        return self.package.init(
+        return self.service.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=f"{self.run_name}-{run_id[:8]}",  # trackio finds a run again by its name
             config=dict(self.config),
@@ -37,12 +37,12 @@ class TrackioTracker(HostedTracker):
 
     def log_text(self, step: int, name: str, text: str) -> None:
         """Show a text, with its columns aligned."""
-        self.run.log({name: self.package.Markdown(f"```\n{text}\n```")}, step=step)
+        self.run.log({name: self.service.Markdown(f"```\n{text}\n```")}, step=step)
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         """Show a table, with its pictures."""
-        cells = [[self.package.Image(cell) if is_picture(cell) else cell for cell in row] for row in rows]
-        self.run.log({name: self.package.Table(columns=list(columns), data=cells)}, step=step)
+        cells = [[self.service.Image(cell) if is_picture(cell) else cell for cell in row] for row in rows]
+        self.run.log({name: self.service.Table(columns=list(columns), data=cells)}, step=step)
 
     def log_file(self, path: Path) -> None:
         """Keep a file as an artifact of its name."""
@@ -54,4 +54,4 @@ class TrackioTracker(HostedTracker):
 
     def finish(self, run: Any) -> None:  # noqa: ARG002 - trackio knows its one run, and would finish it again at exit
         """Finish the run."""
-        self.package.finish()
+        self.service.finish()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class WandbTracker(HostedTracker):
     """Send a run to Weights & Biases; its own variables hold: WANDB_PROJECT, WANDB_MODE=offline and the like."""
 
-    name = "wandb"
+    name = package = "wandb"
     advice = "log in with `wandb login`, or set WANDB_MODE=offline and send the run later with `wandb sync`"
 
     def open(self, run_id: str) -> Any:
@@ -32,14 +32,14 @@ class WandbTracker(HostedTracker):
         command = sys.argv
         sys.argv = [redact(word) for word in command]  # W&B records the command line
         try:
-            run = self.package.init(
+            run = self.service.init(
                 project=os.environ.get("WANDB_PROJECT", PROJECT),
                 name=os.environ.get("WANDB_NAME", self.run_name),
                 id=run_id,
                 resume="allow",
                 dir=str(self.folder),
                 config=dict(self.config),
-                settings=self.package.Settings(**settings),
+                settings=self.service.Settings(**settings),
             )
         finally:
             sys.argv = command
@@ -60,12 +60,12 @@ class WandbTracker(HostedTracker):
     def log_text(self, step: int, name: str, text: str) -> None:
         """Show a text as a panel, with its columns aligned."""
         escaped = text.replace("&", "&amp;").replace("<", "&lt;")
-        self.run.log({"step": step, name: self.package.Html(f"<pre>{escaped}</pre>")})
+        self.run.log({"step": step, name: self.service.Html(f"<pre>{escaped}</pre>")})
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         """Show a table, with its pictures."""
-        cells = [[self.package.Image(cell) if is_picture(cell) else cell for cell in row] for row in rows]
-        self.run.log({"step": step, name: self.package.Table(columns=list(columns), data=cells)})
+        cells = [[self.service.Image(cell) if is_picture(cell) else cell for cell in row] for row in rows]
+        self.run.log({"step": step, name: self.service.Table(columns=list(columns), data=cells)})
 
     def log_file(self, path: Path) -> None:
         """Keep a copy under the run's files; a page is a panel too."""
@@ -75,13 +75,13 @@ class WandbTracker(HostedTracker):
         shutil.copyfile(path, copy)
         run.save(str(copy), base_path=run.dir, policy="now")
         if path.suffix == ".html":
-            run.log({path.stem: self.package.Html(path.read_text("utf-8"), inject=False)})
+            run.log({path.stem: self.service.Html(path.read_text("utf-8"), inject=False)})
 
     def log_model(self, folder: Path) -> None:
         """Keep the model as an artifact; offline it is read from its folder when the run is synced."""
         run = self.run
         # Not copied to W&B's cache, which would take the size of the model once more.
-        artifact = self.package.Artifact(f"model-{run.id}", "model")
+        artifact = self.service.Artifact(f"model-{run.id}", "model")
         for path in sorted(entry for entry in folder.rglob("*") if entry.is_file()):  # add_dir would print a line
             artifact.add_file(str(path), str(path.relative_to(folder)), policy="immutable", skip_cache=True)
         run.log_artifact(artifact)

@@ -134,7 +134,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """How runs differ, and which is better than the first of them, the baseline."""
+    """Differences between runs, and a verdict on each of them against the first, the baseline."""
 
     metric: str
     runs: tuple[Run, ...]  # the baseline first
@@ -221,7 +221,28 @@ def compare_runs(
             + (f"; what training did to it stands in {redact(str(report))}" if report.is_file() else "")
         )
     runs, more = _baseline_first(runs, is_named=baseline is not None)
-    comparison = _compare(runs, _metric(runs[0], metric), [*notes, *more], command)
+    first, others = runs[0], runs[1:]
+    metric = _metric(first, metric)
+    changes, task, changes_note = _changes(first, others, metric)
+    tables = set_tables(first, others, metric)
+    pixels = first.config.get("max_image_pixels")
+    comparison = RunComparison(
+        metric=metric,
+        runs=tuple(runs),
+        verdicts=tuple(pair_verdicts(first, others, metric, tables)),
+        tables=tuple(tables),
+        config=tuple(config_differences(runs)),
+        data=tuple(data_differences(runs)),
+        data_sentence=data_sentence(runs),
+        environment=tuple(environment_differences(runs)),
+        costs=tuple(map(cost_of, runs)),
+        changes=tuple(changes),
+        task=task,
+        notes=(*notes, *more, *(f"{run.name}: {note}" for run in runs for note in run.notes), *unknown_keys(runs)),
+        changes_note=changes_note,
+        image_limits=ImageLimits(max_pixels=pixels) if isinstance(pixels, int) else ImageLimits(),
+        command=command,
+    )
     if output is not None:
         from vembed.pages.write import write_page
         from vembed.workflows.comparison.page import comparison_page
@@ -266,33 +287,11 @@ def _metric(baseline: Run, asked: str | None) -> str:
     return asked or final.deciding(baseline.metric)
 
 
-def _compare(runs: Sequence[Run], metric: str, notes: Sequence[str], command: str) -> RunComparison:
-    baseline, others = runs[0], runs[1:]
-    changes, task, changes_note = _changes(baseline, others, metric)
-    tables = set_tables(baseline, others, metric)
-    pixels = baseline.config.get("max_image_pixels")
-    return RunComparison(
-        metric=metric,
-        runs=tuple(runs),
-        verdicts=tuple(pair_verdicts(baseline, others, metric, tables)),
-        tables=tuple(tables),
-        config=tuple(config_differences(runs)),
-        data=tuple(data_differences(runs)),
-        data_sentence=data_sentence(runs),
-        environment=tuple(environment_differences(runs)),
-        costs=tuple(map(cost_of, runs)),
-        changes=tuple(changes),
-        task=task,
-        notes=(*notes, *(f"{run.name}: {note}" for run in runs for note in run.notes), *unknown_keys(runs)),
-        changes_note=changes_note,
-        image_limits=ImageLimits(max_pixels=pixels) if isinstance(pixels, int) else ImageLimits(),
-        command=command,
-    )
-
-
 def set_tables(baseline: Run, others: Sequence[Run], metric: str) -> list[SetTable]:
     """Return a table for each set of the baseline."""
     tables = [_set_table(result, baseline, others, result.final.deciding(metric)) for result in baseline.sets]
+    # All runs on all sets in one metric are one family of tests; another metric of the same rankings is no further
+    # chance to win, but a table of its own that is read by itself.
     for name in dict.fromkeys(name for table in tables for name in table.lines):
         tested = [
             (lines, row)
@@ -340,6 +339,7 @@ def _set_table(result: SetResult, baseline: Run, others: Sequence[Run], metric: 
 
 def _untrained_lines(result: SetResult, runs: Sequence[tuple[str, SetResult | None]], metric: str) -> list[Line]:
     """Return the untrained model's line, one for each that gives other numbers; it isn't tested."""
+    # Runs of one model began with the same numbers, to the last digit: values are their own key.
     distinct: dict[tuple[tuple[str, float], ...], tuple[EvaluationResult, list[str]]] = {}
     for name, partner in runs:
         untrained = None if partner is None else partner.untrained
@@ -359,7 +359,7 @@ def _line(name: str, result: EvaluationResult, against: EvaluationResult | None,
 
 
 def _row(name: str, result: EvaluationResult | None, against: EvaluationResult | None, metric: str) -> MetricRow:
-    has_interval = result is not None and len(result.per_query[metric]) > 1
+    has_interval = result is not None and len(result.per_query[metric]) > 1  # one query has no spread
     return MetricRow(
         name=name,
         values={} if result is None else {"final": result.metrics[metric]},
@@ -373,6 +373,7 @@ def match(baseline: SetResult, run: Run, metric: str) -> tuple[SetResult | None,
     """Return a run's result on the content of a baseline's set, or None and why there is none."""
     if not run.is_finished:
         return None, "it hasn't finished."
+    # By content first: a renamed file is the same set, and a file of the same name may be another one.
     by_content = [result for result in run.sets if result.content and result.content == baseline.content]
     by_name = [result for result in run.sets if result.name == baseline.name or result.key == baseline.key]
     partner = next(iter(by_content), None) or next(iter(by_name), None)
@@ -402,6 +403,7 @@ def pair_verdicts(baseline: Run, others: Sequence[Run], metric: str, tables: Seq
     """
     tests = [result for result in baseline.sets if result.role != "guard"]
     metric = tests[0].final.deciding(metric) if tests else metric
+    # All pairs are collected before the first sentence: Holm's correction depends on how many tests there are.
     matched: list[tuple[Run, list[tuple[EvaluationResult, EvaluationResult]], str]] = []
     for run in others:
         pairs, reasons = [], []
@@ -480,6 +482,7 @@ def find_changes(
     baseline: SetResult, partners: Sequence[tuple[str, SetResult]], task: RetrievalData, metric: str
 ) -> list[Changes]:
     """Return the most changed queries of each run."""
+    # Two kinds for each run: a page of many runs shows fewer of each, so that it stays one page.
     shown = max(FEWEST_CHANGES, min(MOST_CHANGES, SHOWN_IN_ALL // (2 * max(1, len(partners)))))
     captions = picture_captions(task)
 
@@ -497,6 +500,7 @@ def find_changes(
         lost = sorted((query for query in gains if gains[query] < 0), key=lambda query: (gains[query], query))
         most_won, most_lost = (
             tuple(
+                # The pair turned around gives the baseline's first document, with the same query and captions.
                 Change(
                     run=first(query, pairs[query], before, after),
                     baseline=first(query, pairs[query][::-1], after, before),
@@ -524,7 +528,7 @@ def load_task(run: Run, result: SetResult) -> tuple[RetrievalData | None, str]:
         elif keys.val_data_path is not None:
             source = read(keys.val_data_path, "validation", keys, split=keys.val_data_split)
             task = source.judged(takes_pairs=True)
-        else:
+        else:  # the run held rows of its training data out; the same seed and keys hold out the same ones
             divides = config.get("eval_strategy") != "no"
             data = load_run_data(keys, needs_dev=True, divides=divides)
             held_out = data.test or data.dev

@@ -122,6 +122,7 @@ def comparison_page(comparison: RunComparison) -> Page:
     baseline, *others = [one_line(run.name) for run in comparison.runs]
     more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
     queries = queries_section(comparison)
+    # Small copies share one budget of bytes, so they are made once the whole page is known.
     pictures = list(pictures_on(queries.blocks)) if queries is not None else []
     copies = small_copies(pictures, comparison.image_limits)
     if queries is not None and (note := copies_note(pictures, copies)):
@@ -195,14 +196,18 @@ def set_title(table: SetTable) -> str:
 def metrics_table(table: SetTable, metric: str, baseline: Run) -> Table:
     """Return every run on a set in one metric, tested against the baseline."""
     lines = table.lines[metric]
-    reach = largest_bound([line.row for line in lines])
+    reach = largest_bound([line.row for line in lines])  # one scale for all bars of the table
     is_corrected = any(line.corrected != line.p_value for line in lines)
     rows: list[list[str | Cell]] = []
     for line in lines:
         tests = [line.p_value, *([line.corrected] if is_corrected else [])]
         reading: str | Cell = "baseline" if line.name == baseline.name else line.why_not
-        if line.row.verdict is not None:
-            reading = _reading(line, reach)
+        if (verdict := line.row.verdict) is not None:
+            if line.word == "not compared":  # the untrained model isn't tested: its interval says how it reads
+                reading = reading_cell(line.row, reach=reach)
+            else:
+                row = replace(line.row, verdict=replace(verdict, word=WORDS[line.word]))
+                reading = reading_cell(row, reach=reach, word=line.word)
         rows.append(
             [
                 clip(line.name, NAME_CHARACTERS).short,
@@ -215,14 +220,6 @@ def metrics_table(table: SetTable, metric: str, baseline: Run) -> Table:
     heads = ["Run", one_line(metric), "Difference", "p", *(["p (Holm)"] if is_corrected else []), "Reading"]
     tones = {row: "decisive" for row, line in enumerate(lines) if line.name == baseline.name}
     return Table(heads, rows, words=frozenset({0, len(heads) - 1}), tones=tones)
-
-
-def _reading(line: Line, reach: float) -> Cell:
-    """Return the corrected test's reading, drawn and in words; of the untrained model that of its interval."""
-    verdict = line.row.verdict
-    if verdict is None or line.word == "not compared":
-        return reading_cell(line.row, reach=reach)
-    return reading_cell(replace(line.row, verdict=replace(verdict, word=WORDS[line.word])), reach=reach, word=line.word)
 
 
 def terminal_lines(comparison: RunComparison) -> list[str]:
@@ -327,6 +324,7 @@ def overlays(comparison: RunComparison) -> list[Overlay]:
     runs = comparison.runs
     seconds = tuple(seconds_at(run.rows) for run in runs)
     known = {name for run in runs for _, metrics in run.evaluations for name in metrics}
+    # A dev set of graded pairs logs its own metrics; the first by name stands for them.
     metric = comparison.metric if comparison.metric in known else min(known, default=comparison.metric)
     loss, rate = (spec for spec in STEP_CURVES if spec.key in ("loss", "learning_rate"))
     kinds: list[tuple[str, list[Curve | None]]] = [
@@ -386,6 +384,7 @@ def curves_section(comparison: RunComparison) -> Section | None:
 def draw_overlay(overlay: Overlay, *, over_seconds: bool = False, name: str, label: str) -> Markup:
     """Draw the curves of all runs, over steps or over seconds."""
     count = len(overlay.curves)
+    # The size of the page: a point is about 20 bytes of SVG.
     limit = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // count))
     with chart_axes(OVERLAY_INCHES) as (figure, axes):
         drawn = []
@@ -402,7 +401,7 @@ def draw_overlay(overlay: Overlay, *, over_seconds: bool = False, name: str, lab
             if curve.mean_N is not None and count <= FEW_RUNS:
                 axes.plot(across_N, values_N, color=colour, alpha=0.22, linewidth=0.8)
                 drawn.append(values_N)
-            # Marks of runs that lie on each other stand apart.
+            # Marks of runs that lie on each other stand apart: each run begins at another point.
             every = 1 if len(line_N) <= 2 * MARKS else len(line_N) // MARKS
             axes.plot(across_N, line_N, color=colour, marker=marker, markersize=4.5, markevery=(run % every, every))
             drawn.append(line_N)

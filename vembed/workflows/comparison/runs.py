@@ -1,9 +1,13 @@
-"""Output folders of runs, read in whatever state they are: results, what they differ in, time and memory."""
+"""Output folders of runs, read in whatever state they are: results, differences, time and memory.
+
+A folder may be of a run that goes on, was killed, or was written by another version. What can't be read is left out
+with a note that the page shows; nothing is guessed, and a run without a result takes part with its settings and curves.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -79,8 +83,8 @@ class Run:
 
     name: str  # the end of its path that no other run has
     folder: Path
-    config: Mapping[str, Any]  # as given; `auto` stays
-    plan: Mapping[str, Any]  # what `auto` became
+    config: Mapping[str, Any]  # as written; `auto` stays
+    plan: Mapping[str, Any]  # has the values that `auto` became
     report: Mapping[str, Any]  # report.json; empty where there is none
     rows: Sequence[Mapping[str, float]]  # of metrics.jsonl
     evaluations: Sequence[tuple[int, Mapping[str, float]]]  # (step, metrics on the dev set)
@@ -147,6 +151,7 @@ def _folders(named: Path | str) -> tuple[list[Path], list[str]]:
         ConfigError: It names no run.
     """
     path, shown = home_path(named), redact(str(named))
+    # The program matches patterns itself: Windows' shell leaves them, and so do quotes.
     if "*" in str(named) and not path.exists():
         start = Path(path.anchor)
         matches = sorted(start.glob(str(path.relative_to(start))))
@@ -175,7 +180,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     for folder in folders:
         parts = folder.parts
         count = next(
-            (
+            (  # quadratic in the runs, of which there are tens
                 count
                 for count in range(1, len(parts))
                 if sum(other.parts[-count:] == parts[-count:] for other in folders) == 1
@@ -191,11 +196,11 @@ def _read_run(folder: Path, name: str) -> Run:
     config, plan = _read_config(folder / "config.yaml", notes), _read_json(folder / "plan.json", notes)
     has_report = is_file(folder / "report" / "report.json")
     report = _read_json(folder / "report" / "report.json", notes) if has_report else {}
+    # A newer version may have changed the meaning of a key: its report isn't read, its metrics files are.
     version = report.get("schema_version", SCHEMA_VERSION)
     if not isinstance(version, int) or version > SCHEMA_VERSION:
         notes.append(f"its report.json has schema_version {version}, which this version of vembed doesn't know.")
         report = {}
-    run = Run(name, folder, config, plan, report, (), (), (), ())
     try:
         rows = read_rows(folder / "metrics.jsonl")
     except OSError as error:
@@ -218,7 +223,7 @@ def _read_run(folder: Path, name: str) -> Run:
         if step.isdigit() and metrics is not None:
             evaluations.append((int(step), metrics))
     evaluations.sort(key=lambda row: row[0])
-    return replace(run, rows=rows, evaluations=evaluations, sets=sets, notes=tuple(notes))
+    return Run(name, folder, config, plan, report, rows, evaluations, sets, tuple(notes))
 
 
 def _read_sets(
@@ -233,7 +238,7 @@ def _read_sets(
     sets = []
     for key, path in ((first, below), *((name, below / name) for name in further)):
         if not is_file(path / "final" / METRICS_FILE):
-            if key == first:
+            if key == first:  # written before the others, when training has ended
                 return ()
             continue
         try:
@@ -363,7 +368,7 @@ class Cost:
 
 def cost_of(run: Run) -> Cost:
     """Return what a run took, from its rows; what only a report knows is empty without one."""
-    settled = settled_rows(run.rows)
+    settled = settled_rows(run.rows)  # without the first step, which compiles and fills caches
     seconds = [value for row in run.rows if math.isfinite(value := finite(row.get("step_seconds")))]
     peaks = [value for row in run.rows for key in PEAK_KEYS if math.isfinite(value := finite(row.get(key)))]
     candidates = [candidate for candidate in run.plan.get("candidates") or [] if candidate.get("recommended")]
@@ -371,6 +376,7 @@ def cost_of(run: Run) -> Cost:
         candidate["bytes_per_device"] for candidate in candidates if isinstance(candidate.get("bytes_per_device"), dict)
     ]
     planned = [finite(bytes_by_part.get("total")) for bytes_by_part in parts]
+    # Of as many steps as were done, so that it can stand beside the time that they took.
     planned_seconds = finite(run.plan.get("rough_step_seconds")) * len(seconds)
     try:
         evaluating = evaluation_seconds(run.folder / "evaluation") or None

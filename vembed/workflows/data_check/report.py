@@ -117,6 +117,7 @@ def _shares(counts: Mapping[str, int], most: int = MOST_SHARES) -> str:
 
 
 def _percent(share: float) -> str:
+    # Neither 100% nor 0% where that isn't true to the last row.
     if 0.999 <= share < 1:
         return "over 99.9%"
     return f"{number_text(float(f'{100 * share:.3g}'))}%" if share >= 0.0005 else "under 0.1%"
@@ -219,6 +220,7 @@ def example_blocks(finding: Finding) -> list[Block]:
 
 def draw_lengths(lengths: NDArray[np.int32], *, side: str, unit: str, name: str, label: str) -> Markup:
     """Draw how long texts are; the longest 1% stand in the last bar."""
+    # One text of a million tokens would press all others into the first bar.
     top = max(1.0, float(np.quantile(lengths, 0.99)))
     counts, edges = np.histogram(np.minimum(lengths, top), bins=min(BARS, int(top)), range=(0.0, top))
     with chart_axes(LARGE_INCHES) as (figure, axes):

@@ -1,4 +1,4 @@
-"""What the doctor found, as text for people and as one object for programs."""
+"""Facts, self tests and problems of a machine, as text for people and as one object for programs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vembed.errors import MachineError
 from vembed.text import show_bytes
-from vembed.workflows.doctor.checks import MEANINGS
-from vembed.workflows.doctor.facts import EXTRA_PACKAGES
+from vembed.workflows.doctor.machine import EXTRA_PACKAGES, MEANINGS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vembed.workflows.doctor.checks import Check
-    from vembed.workflows.doctor.facts import MachineFacts, Space
+    from vembed.workflows.doctor.machine import Check, MachineFacts, Space
     from vembed.workflows.doctor.self_test import SelfTest
 
 Tested: TypeAlias = "Mapping[str, SelfTest | MachineError]"
@@ -22,7 +20,7 @@ Tested: TypeAlias = "Mapping[str, SelfTest | MachineError]"
 
 
 def show_facts(facts: MachineFacts, variables: Mapping[str, str]) -> str:
-    """Return what the machine offers, with the environment variables that matter."""
+    """Return the facts of a machine in blocks, with the environment variables that matter."""
     limited = (
         f", limited from {show_bytes(facts.all_memory_bytes)}" if facts.memory_bytes < facts.all_memory_bytes else ""
     )
@@ -75,23 +73,25 @@ def show_checks(checks: Sequence[Check], tested: Tested) -> str:
     """Return the problems, each with its fix."""
     lines = [f"  {check.level:<7}  {check.about}: {check.sentence}" for check in checks]
     for name, result in tested.items():
-        if not passed(result):
-            lines.append(f"  problem  self test: {name}: {_advice(result)}")
+        if isinstance(result, MachineError):
+            advice = (
+                "The processes can't work together. Behind a firewall or without a host name, set "
+                "GLOO_SOCKET_IFNAME=lo; on GPUs, NCCL_DEBUG=WARN says more."
+            )
+        elif not result.passed:
+            advice = (
+                "They compute something else than one process does: training would be wrong. Try another version of "
+                "torch."
+            )
+        else:
+            continue
+        lines.append(f"  problem  self test: {name}: {advice}")
     return "\n".join(["problems", *(lines or ["  none: this machine is ready"])])
 
 
 def passed(result: SelfTest | MachineError) -> bool:
-    """Return whether a self test found everything within rounding."""
+    """Return True where a self test ran, and everything was within rounding."""
     return not isinstance(result, MachineError) and result.passed
-
-
-def _advice(result: SelfTest | MachineError) -> str:
-    if isinstance(result, MachineError):
-        return (
-            "The processes can't work together. Behind a firewall or without a host name, set GLOO_SOCKET_IFNAME=lo; "
-            "on GPUs, NCCL_DEBUG=WARN says more."
-        )
-    return "They compute something else than one process does: training would be wrong. Try another version of torch."
 
 
 def _block(title: str, rows: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -22,14 +23,15 @@ from vembed.evaluation.evaluate import EvaluationOptions, evaluate
 from vembed.evaluation.judge import compare, guard_verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from vembed.data.judged import RetrievalData
     from vembed.evaluation.judge import Comparison
     from vembed.evaluation.results import EvaluationResult
     from vembed.vectors.encode import ItemEncoder
-    from vembed.workflows.merging.weights import Method, Mixture
+    from vembed.workflows.merging.keys import MergeKeys
+    from vembed.workflows.merging.weights import Mixture
 
 MOST_POINTS = 200
 """Mixtures that a grid may have: each one encodes every set."""
@@ -39,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A mixture and what it finds."""
+    """A mixture and its results."""
 
     weights: tuple[float, ...]  # one for each model
     targets: tuple[EvaluationResult, ...]
@@ -50,13 +52,18 @@ class Point:
         return fmean(result.metrics[metric] for result in self.targets)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Choice:
-    """All mixtures, and the one that was chosen."""
+    """All mixtures, and the one to take."""
 
     metric: str
     points: tuple[Point, ...]  # the first model alone comes first
-    chosen: Point
+
+    @cached_property
+    def chosen(self) -> Point:
+        """The best on the target sets of those that lose on no guard set; the first model, where it is as good."""
+        kept = [point for point in self.points if not self.loses(point)]
+        return max(kept, key=lambda point: point.mean(self.metric))  # the first of equals
 
     @property
     def first(self) -> Point:
@@ -70,12 +77,12 @@ class Choice:
 
     @property
     def share_kept(self) -> float | None:
-        """What the chosen one gains over the first model, by what any gains; None where none gains."""
+        """Gain of the chosen one over the first model, as a share of the most that any gains; None where none gains."""
         gain = self.most.mean(self.metric) - self.first.mean(self.metric)
         return (self.chosen.mean(self.metric) - self.first.mean(self.metric)) / gain if gain > 0 else None
 
     def loses(self, point: Point) -> bool:
-        """Return whether a mixture is worse than the first model on a guard set."""
+        """Return True for a mixture that is worse than the first model on a guard set."""
         pairs = zip(self.first.guards, point.guards, strict=True)
         return any(guard_verdict(before, after, self.metric).word == "worse" for before, after in pairs)
 
@@ -94,64 +101,62 @@ def grid(num_models: int, steps: int) -> list[tuple[float, ...]]:
     Raises:
         ConfigError: They are too many.
     """
-    found = sorted(_cuts(num_models, steps), reverse=True)
-    if len(found) > MOST_POINTS:
+    # Stars and bars: a mixture is a row of `steps` stars cut by `num_models - 1` bars, a model's weight its stars.
+    length = steps + num_models - 1
+    cuts = ((-1, *bars, length) for bars in combinations(range(length), num_models - 1))
+    counts = sorted((tuple(end - start - 1 for start, end in pairwise(edges)) for edges in cuts), reverse=True)
+    if len(counts) > MOST_POINTS:
         raise ConfigError(
-            f"{num_models} models in steps of 1/{steps} are {len(found)} mixtures, each evaluated on all sets; "
+            f"{num_models} models in steps of 1/{steps} are {len(counts)} mixtures, each evaluated on all sets; "
             f"--steps {steps // 2} makes fewer"
         )
-    return [tuple(count / steps for count in counts) for counts in found]
+    return [tuple(count / steps for count in mixture) for mixture in counts]
 
 
-def _cuts(num_models: int, steps: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to write the steps as a sum of as many counts as there are models."""
-    for bars in combinations(range(steps + num_models - 1), num_models - 1):
-        edges = (-1, *bars, steps + num_models - 1)
-        yield tuple(end - start - 1 for start, end in pairwise(edges))
+def choose(
+    keys: MergeKeys,
+    mixture: Mixture,
+    encode: ItemEncoder,
+    sets: Sequence[RetrievalData],
+    *,
+    identities: Sequence[str],
+    folder: Path,
+    poll: Callable[[], None],
+) -> Choice:
+    """Evaluate every mixture of a grid on sets, and choose one.
 
+    Args:
+        encode: Of the mixture's encoder.
+        sets: The target sets, then the guard sets.
+        identities: Hash of each model's weights, in the order of the mixture.
+        folder: Where results are kept, for a start that continues after a stop.
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Evaluates mixtures and keeps what comes out."""
-
-    mixture: Mixture
-    method: Method
-    encode: ItemEncoder  # of the mixture's encoder
-    identities: tuple[str, ...]  # hash of each model's weights
-    folder: Path  # where results are kept
-    metric: str
-    poll: Callable[[], None]
-
-    def choose(
-        self, weights: Sequence[tuple[float, ...]], targets: Sequence[RetrievalData], guards: Sequence[RetrievalData]
-    ) -> Choice:
-        """Evaluate every mixture, the first model alone first, and choose one."""
-        points = []
-        for each in weights:
-            found = [self._result(each, task) for task in (*targets, *guards)]
-            points.append(Point(each, tuple(found[: len(targets)]), tuple(found[len(targets) :])))
-            numbers = "  ".join(f"{result.task} {result.metrics[self.metric]:.4f}" for result in found)
-            _log.info("%s  %s", shown_weights(each), numbers)
-        every = Choice(self.metric, tuple(points), points[0])
-        kept = [point for point in points if not every.loses(point)]
-        return Choice(self.metric, tuple(points), max(kept, key=lambda point: point.mean(self.metric)))
-
-    def _result(self, weights: tuple[float, ...], task: RetrievalData) -> EvaluationResult:
-        key = {
-            **task_key(task, with_texts=True),
-            "models": list(self.identities),
-            "weights": list(weights),
-            "method": self.method,
-            "precision": str(self.encode.autocast_dtype or "as loaded"),
-        }
-        place, system = self.folder / shown_weights(weights) / task.name.replace("/", "-"), "mixture"
-        stored, _ = read_stored(place, key, system=system)
-        if stored is None:
-            self.mixture.take(weights, self.method)
-            result = evaluate(self.encode, task, EvaluationOptions(system=system, poll=self.poll))
-            stored = Stored(result, cost=None)
-            write_stored(place, stored, key)
-        return stored.result
+    Raises:
+        ConfigError: The grid has too many mixtures.
+    """
+    points, system = [], "mixture"
+    for weights in grid(len(identities), keys.steps):
+        results = []
+        for task in sets:
+            key = {
+                **task_key(task, with_texts=True),
+                "models": list(identities),
+                "weights": list(weights),
+                "method": keys.method,
+                "precision": str(encode.autocast_dtype or "as loaded"),
+            }
+            path = folder / shown_weights(weights) / task.name.replace("/", "-")
+            stored, _ = read_stored(path, key, system=system)
+            if stored is None:
+                mixture.take(weights, keys.method)
+                stored = Stored(evaluate(encode, task, EvaluationOptions(system=system, poll=poll)), cost=None)
+                write_stored(path, stored, key)
+            results.append(stored.result)
+        num_targets = len(keys.targets)
+        points.append(Point(weights, tuple(results[:num_targets]), tuple(results[num_targets:])))
+        numbers = "  ".join(f"{result.task} {result.metrics[keys.metric]:.4f}" for result in results)
+        _log.info("%s  %s", shown_weights(weights), numbers)
+    return Choice(keys.metric, tuple(points))
 
 
 def shown_weights(weights: Sequence[float]) -> str:

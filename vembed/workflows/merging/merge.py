@@ -23,7 +23,7 @@ from vembed.pages.write import write_page
 from vembed.redact import redact
 from vembed.vectors.encode import ItemEncoder, encoding_budget
 from vembed.vectors.provenance import digest, model_key
-from vembed.workflows.merging.choose import Trial, grid
+from vembed.workflows.merging.choose import choose
 from vembed.workflows.merging.keys import work_folder
 from vembed.workflows.merging.report import merge_headline, merge_page
 from vembed.workflows.merging.weights import Mixture
@@ -78,9 +78,7 @@ def merge_models(
         encode = ItemEncoder(
             encoder, encoding_budget(encoder, device, keys.batch_size), device, autocast_dtype, poll=poll
         )
-        trial = Trial(mixture, keys.method, encode, identities, work_folder(output), keys.metric, poll)
-        num_targets = len(keys.targets)
-        choice = trial.choose(grid(len(models), keys.steps), sets[:num_targets], sets[num_targets:])
+        choice = choose(keys, mixture, encode, sets, identities=identities, folder=work_folder(output), poll=poll)
         weights = list(choice.chosen.weights)
         facts = {"method": keys.method, "vembed": vembed.__version__, "torch": version("torch")}
         write_page(pages, merge_page(choice, names, facts, command))
@@ -108,7 +106,7 @@ def merge_models(
         f"read back by {' and '.join(exported.readers)}: {exported.num_items} sample items, largest difference "
         f"{exported.difference:.2g}\n{exported.form} folder: {redact(str(output))}"
     )
-    if keys.weights is None:
+    if keys.weights is None:  # the model is whole: its evaluations, which a stopped start would need, can go
         shutil.rmtree(work_folder(output), ignore_errors=True)
         print(f"report: {redact(str(pages / 'report.html'))}")
     return exported

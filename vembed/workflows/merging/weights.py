@@ -13,6 +13,7 @@ import math
 from functools import reduce
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 
 from vembed.errors import ConfigError
@@ -74,19 +75,21 @@ def mixed(parts: Sequence[tuple[float, Tensor]], method: Method) -> Tensor:
     if method == "linear":
         total = sum(weight for weight, _ in parts)
         return torch.stack([tensor.double() * (weight / total) for weight, tensor in parts]).sum(dim=0).to(first.dtype)
-    _, found = reduce(_along_arc, [(weight, tensor.double()) for weight, tensor in parts])
-    return found.to(first.dtype)
+    # In order: slerp isn't associative, so the order of the models is a part of the result.
+    _, mean = reduce(_along_arc, [(weight, tensor.double()) for weight, tensor in parts])
+    return mean.to(first.dtype)
 
 
 def _along_arc(one: tuple[float, Tensor], other: tuple[float, Tensor]) -> tuple[float, Tensor]:
-    """Return what lies between two tensors on their arc, and the weight of both."""
+    """Return the point between two tensors on their arc, and the weight of both."""
     total = one[0] + other[0]
     share, (start, end) = other[0] / total, (one[1], other[1])
-    if not start.any() or not end.any():
+    if not start.any() or not end.any():  # zero has no direction
         return total, torch.lerp(start, end, share)
     units = start / start.norm(), end / end.norm()
     # By half the angle: the arc cosine of a product would have lost its digits where both are nearly alike.
     angle = 2 * torch.atan2((units[0] - units[1]).norm(), (units[0] + units[1]).norm())
+    # Alike, the arc is the line; opposite, every arc is as short as any other, and sin(angle) is 0.
     if angle < NARROW_ARC or math.pi - angle < NARROW_ARC:
         return total, torch.lerp(start, end, share)
     near, far = (torch.sin(part * angle) / torch.sin(angle) for part in (1 - share, share))
@@ -113,22 +116,17 @@ def _refuse_unlike(first: Encoder, other: Encoder, names: tuple[str, str]) -> No
     shapes, theirs = _shapes(first), _shapes(other)
     if shapes != theirs:
         name = min(set(shapes.items()) ^ set(theirs.items()))[0]
-        one, two = (found.get(name, "missing") for found in (shapes, theirs))
+        one, two = (known.get(name, "missing") for known in (shapes, theirs))
         raise ConfigError(
             f"{both}: {name} has the shape {one} in the first and {two} in the other; merge models that were trained "
             f"from the same one"
         )
-    if "text" in first.modalities and not _same_tokens(first, other):
-        raise ConfigError(f"{both}: they cut texts into other tokens; merge models with one tokenizer")
+    if "text" in first.modalities:
+        # By their effect on a few texts: files of one tokenizer may differ by version and cut alike.
+        ours, others = (encoder.featurize(TEXTS, "document").columns for encoder in (first, other))
+        if set(ours) != set(others) or not all(np.array_equal(ours[name].values, others[name].values) for name in ours):
+            raise ConfigError(f"{both}: they cut texts into other tokens; merge models with one tokenizer")
 
 
 def _shapes(encoder: Encoder) -> Mapping[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in encoder.state_dict().items()}
-
-
-def _same_tokens(first: Encoder, other: Encoder) -> bool:
-    one, two = (encoder.featurize(TEXTS, "document").columns for encoder in (first, other))
-    return set(one) == set(two) and all(
-        one[name].values.shape == two[name].values.shape and bool((one[name].values == two[name].values).all())
-        for name in one
-    )

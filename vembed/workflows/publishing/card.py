@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from vembed.evaluation.card_facts import RunFacts
     from vembed.evaluation.keys import CardKeys
     from vembed.models.encoder import Encoder
     from vembed.models.exportable import Form
@@ -39,19 +38,30 @@ def spelled(owner: CardKeys) -> CardKeys:
 def card_files(
     title: str, folder: str, model: str, run_folder: Path | None, owner: CardKeys
 ) -> Callable[[Encoder, Form], Mapping[str, str]]:
-    """Return what makes the card of an encoder that is written in a form, as the files beside it.
+    """Return a function that makes the card of an encoder in a written form, as the files beside it.
 
     Args:
-        title: What the card calls the model.
-        folder: What its examples load: a folder's name or an id of the hub.
-        model: What the model is read from, a folder or an id of the hub.
+        title: Name of the model in the card.
+        folder: Name that its examples load: of a folder, or an id of the hub.
+        model: Folder or id of the hub that the model is read from.
         run_folder: The run that trained it; None where none is known.
-        owner: What `spelled` returned.
+        owner: As `spelled` returned it.
 
     Raises:
         ConfigError: A licence of the model before it is given, and there is none.
     """
-    run = None if run_folder is None else _run_facts(run_folder)
+    run = None
+    if run_folder is not None:
+        path = run_folder / "config.yaml"
+        try:
+            config = {name: redact_value(value) for name, value in file_values(path).items()}
+            import_plugins(config.get("plugins"))  # the card tells the facts of the loss
+            data_facts, environment = read_report(run_folder)
+            pairs = [(redact(label), redact(value)) for label, value in data_facts]
+            run = gather_run(run_folder, config=config, data_facts=pairs, environment=environment)
+        except (OSError, ConfigError, DataError) as error:
+            # A model is worth a card without its run: the folder may be old, or half of it deleted.
+            _log.warning("the card tells nothing of the run: %s (%s)", redact(str(error)), path)
     is_hub = run is None and not is_folder(model)
     if owner.base_model_license is not None and run is not None and run.base.kind == "built-in":
         raise ConfigError("--base-model-license: the run trained from scratch; leave it out")
@@ -71,17 +81,3 @@ def card_files(
         return {CARD_FILE: render_card(facts)}
 
     return card
-
-
-def _run_facts(run: Path) -> RunFacts | None:
-    """Return what the card tells of a run; None, with a warning, where its files can't be read."""
-    path = run / "config.yaml"
-    try:
-        config = {name: redact_value(value) for name, value in file_values(path).items()}
-        import_plugins(config.get("plugins"))  # the card tells the facts of the loss
-        data_facts, environment = read_report(run)
-        pairs = [(redact(label), redact(value)) for label, value in data_facts]
-        return gather_run(run, config=config, data_facts=pairs, environment=environment)
-    except (OSError, ConfigError, DataError) as error:
-        _log.warning("the card tells nothing of the run: %s (%s)", redact(str(error)), path)
-        return None

@@ -48,7 +48,7 @@ MODEL_FILES = (
     *("tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model", PROJECTIONS_FILE),
 )
-"""What a model's folders are made of, by names, beside its weights, the card, serve.md and code that settings name."""
+"""Files of a model's folders, by names, beside its weights, the card, serve.md and code that settings name."""
 
 WEIGHTS = re.compile(
     r"(?:adapter_|open_clip_)?model(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?"
@@ -91,7 +91,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What was sent, or would be."""
+    """Files that were sent to the hub, or would be."""
 
     repo: str
     files: tuple[tuple[str, int], ...]  # path and bytes of each
@@ -129,7 +129,11 @@ def push_model(
         MachineError: The hub can't be reached, or the model can't be read back.
     """
     owner = spelled(owner)
-    _check_name(repo)
+    if not NAME.fullmatch(repo) or len(repo) > LONGEST_NAME or ".." in repo or "--" in repo:
+        raise ConfigError(
+            f"{repo!r} isn't a valid name on the hub: write owner/name, of letters, digits, '-', '_' and '.', at most "
+            f"{LONGEST_NAME} characters, e.g. my-team/faq-search"
+        )
     model, run = locate_model(source)
     if not is_folder(model):
         raise ConfigError(f"{source} is a model of the hub; name the output folder of a run, or a model's folder")
@@ -141,11 +145,15 @@ def push_model(
         keys = keys.model_copy(update={"model_name": model})
         changed = sorted(keys.model_dump(exclude_defaults=True).keys() & CHANGE_VECTORS)
         if run is None and _is_ours(folder / CARD_FILE):
-            _refuse_changes(changed, folder)
+            if changed:
+                raise ConfigError(
+                    f"{redact(str(folder))} is sent as it is, without {', '.join(changed)}: load the model without "
+                    f"that, or remove {CARD_FILE} from the folder to have it exported with it. Nothing was sent"
+                )
         else:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="vembed-push-"))) / "model"
-            told = None if changed else run  # its measurements are of the model as it was trained
-            card = card_files(repo.partition("/")[2], repo, model, told, owner)
+            measured = None if changed else run  # its measurements are of the model as it was trained
+            card = card_files(repo.partition("/")[2], repo, model, measured, owner)
             export_model(ExportRequest(keys=keys, output=folder, served_as=repo), card, poll=poll)
             files, left_out = _model_files(folder)
         if not any(name.endswith((".safetensors", ".onnx")) for name in files):
@@ -162,14 +170,6 @@ def push_model(
         return parcel if dry_run else _send(folder, parcel, public=public, revision=revision, message=message)
 
 
-def _check_name(repo: str) -> None:
-    if not NAME.fullmatch(repo) or len(repo) > LONGEST_NAME or ".." in repo or "--" in repo:
-        raise ConfigError(
-            f"{repo!r} isn't a valid name on the hub: write owner/name, of letters, digits, '-', '_' and '.', at most "
-            f"{LONGEST_NAME} characters, e.g. my-team/faq-search"
-        )
-
-
 def _is_ours(card: Path) -> bool:
     """Return whether a card is one that vembed writes, which quotes no row."""
     if not card.is_file():
@@ -182,19 +182,6 @@ def _is_ours(card: Path) -> bool:
     return isinstance(tags, list) and "vembed" in tags
 
 
-def _refuse_changes(names: list[str], folder: Path) -> None:
-    """Refuse settings that would change the vectors of a folder that is sent as it is.
-
-    Raises:
-        ConfigError: There are some.
-    """
-    if names:
-        raise ConfigError(
-            f"{redact(str(folder))} is sent as it is, without {', '.join(names)}: load the model without that, or "
-            f"remove {CARD_FILE} from the folder to have it exported with it. Nothing was sent"
-        )
-
-
 def _model_files(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the files of a folder that belong to a model, and the others, as paths within it.
 
@@ -204,8 +191,11 @@ def _model_files(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     real = folder.resolve()
     blobs = real.parents[1] / "blobs" if real.parent.name == "snapshots" else None
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
+    # A link may lead to any file of this machine, such as a key; only those into the blobs of a hub cache are files of
+    # the model itself.
     links = {name for name, path in paths.items() if path.is_symlink() and path.resolve().parent != blobs}
     names = sorted(name for name, path in paths.items() if path.is_file() or name in links)
+    # A list of what belongs, not of what doesn't: a file that nobody thought of stays here.
     code = {place: _code_files(folder / place) for place in _model_folders(folder)}
     kept = [
         name
@@ -231,25 +221,25 @@ def _model_files(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _model_folders(folder: Path) -> set[str]:
     """Return the folders that hold files of a model, as paths within its own; modules may have modules."""
-    found: set[str] = set()
+    folders: set[str] = set()
     new = {"", *MODEL_FOLDERS}
     while new:
-        found |= new
-        new = {f"{place}/{name}".lstrip("/") for place in new for name in _modules(folder / place)} - found
-    return found
+        folders |= new
+        new = {f"{place}/{name}".lstrip("/") for place in new for name in _modules(folder / place)} - folders
+    return folders
 
 
 def _modules(folder: Path) -> set[str]:
     """Return the folders that a folder's own settings name as modules."""
     listed, routed = _settings(folder / MODULES_FILE), _settings(folder / "router_config.json")
-    names = {each.get("path") for each in listed or () if isinstance(each, dict)}
+    names = {module.get("path") for module in listed or () if isinstance(module, dict)}
     names.update(routed["types"] if isinstance(routed, dict) and isinstance(routed.get("types"), dict) else ())
     return {name.strip("/") for name in names if isinstance(name, str) and name.strip("/")}
 
 
 def _code_files(folder: Path) -> set[str]:
     """Return the Python files that a folder's settings name, and those that they import from beside them."""
-    named = [each.get("type") for each in _settings(folder / MODULES_FILE) or () if isinstance(each, dict)]
+    named = [module.get("type") for module in _settings(folder / MODULES_FILE) or () if isinstance(module, dict)]
     for path in folder.glob("*config.json"):
         settings = _settings(path)
         named += _texts(settings.get("auto_map")) if isinstance(settings, dict) else ()
@@ -267,24 +257,25 @@ def _settings(path: Path) -> Any:
 
 
 def _refuse_private_words(folder: Path, files: tuple[str, ...], source: Path) -> None:
-    """Refuse to send a file that tells of this machine, or opens a door.
+    """Refuse to send a file that names a path of this machine, or holds a secret.
 
     Raises:
-        ConfigError: It names the file and what it says.
+        ConfigError: It names the file and the path.
     """
+    # Not of the root's own folders: /data is a word of many texts.
     here = {str(path) for path in (Path.home(), source, source.parent, Path.cwd()) if len(path.parts) > 2}
     for name in files:
         if name.endswith(_NO_TEXT):
             continue
         text = (folder / name).read_text("utf-8", errors="replace")
-        found = next((path for path in sorted(here, key=len, reverse=True) if path in text), None)
+        known = next((path for path in sorted(here, key=len, reverse=True) if path in text), None)
         is_vocabulary = _WORDS.fullmatch(name) is not None
-        if found is None and not is_vocabulary:
-            found = _local_path(text, is_settings=name.endswith(".json"))
-        if found is None and (holds_token(text) if is_vocabulary else redact(text) != text):
+        if known is None and not is_vocabulary:
+            known = _local_path(text, is_settings=name.endswith(".json"))
+        if known is None and (holds_token(text) if is_vocabulary else redact(text) != text):
             raise ConfigError(f"{name} holds what looks like a password or a token; remove it. Nothing was sent")
-        if found is not None:
-            raise ConfigError(f"{name} tells of this machine: {found}; remove it, or export again. Nothing was sent")
+        if known is not None:
+            raise ConfigError(f"{name} tells of this machine: {known}; remove it, or export again. Nothing was sent")
 
 
 def _local_path(text: str, *, is_settings: bool) -> str | None:
@@ -308,15 +299,21 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _metadata(card: Path) -> str:
     """Return the block at the head of a card, empty where it has none."""
-    found = re.match(r"---\n(.*?)^---$", card.read_text("utf-8", "replace"), re.DOTALL | re.MULTILINE)
-    return "" if found is None else found.group(1)
+    block = re.match(r"---\n(.*?)^---$", card.read_text("utf-8", "replace"), re.DOTALL | re.MULTILINE)
+    return "" if block is None else block.group(1)
 
 
 def _send(folder: Path, parcel: Pushed, *, public: bool, revision: str | None, message: str | None) -> Pushed:
     repo = parcel.repo
     api = HfApi()
     with _in_plain_words(repo, "nothing was sent"):
-        private = _ready_repository(api, repo, public=public)
+        try:
+            private = bool(api.model_info(repo).private)
+        except RepositoryNotFoundError:
+            api.create_repo(repo, private=not public)
+            private = not public
+    if not private and not public:
+        raise ConfigError(f"{repo} is there and public: say --public to send the model to it. Nothing was sent")
     state = "the repository is there, without these files; push again, and what arrived isn't sent twice"
     with _in_plain_words(repo, state):
         if revision is not None:
@@ -328,6 +325,7 @@ def _send(folder: Path, parcel: Pushed, *, public: bool, revision: str | None, m
             revision=revision,
             commit_message=message or "Upload a model by vembed",
         )
+        # Asked back: the hub leaves out what the repository's own .gitignore names, without an error.
         there = api.list_repo_files(repo, revision=commit.oid)
     if missing := [name for name, _ in parcel.files if name not in there]:
         raise ConfigError(
@@ -337,32 +335,17 @@ def _send(folder: Path, parcel: Pushed, *, public: bool, revision: str | None, m
     return Pushed(parcel.repo, parcel.files, parcel.left_out, parcel.metadata, private, commit.commit_url)
 
 
-def _ready_repository(api: HfApi, repo: str, *, public: bool) -> bool:
-    """Make the repository where there is none; return whether it is private.
-
-    Raises:
-        ConfigError: It is public, and the caller didn't ask for that.
-    """
-    try:
-        private = bool(api.model_info(repo).private)
-    except RepositoryNotFoundError:
-        api.create_repo(repo, private=not public)
-        return not public
-    if not private and not public:
-        raise ConfigError(f"{repo} is there and public: say --public to send the model to it. Nothing was sent")
-    return private
-
-
 @contextmanager
 def _in_plain_words(repo: str, state: str) -> Iterator[None]:
-    """Say what the hub refused and how far the upload came.
+    """Say in the message of an error what the hub refused and how far the upload came.
 
     Args:
-        state: What of it has happened by now.
+        state: The part of it that has happened by now.
     """
     try:
         yield
     except (HfHubHTTPError, _NETWORK, OfflineModeIsEnabled, OSError, RuntimeError, ValueError) as error:
+        # huggingface_hub wraps errors of the network in its own: the innermost known one says what happened.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, (_NETWORK, OfflineModeIsEnabled)):
             cause = cause.__cause__

@@ -1,22 +1,26 @@
-"""The page of a sweep: a table of the trials, a drawing of the dev metric over what was tried, and what was chosen.
+"""The trials of a sweep in their order, as the table of a terminal and as a page.
 
-The command prints the same table.
+A difference to the best trial is paired over the dev set's queries. All trials are compared with the same best one, so
+the intervals are widened until all of them hold together at 95% (Bonferroni: each at 1 - 5% / (trials - 1)). They speak
+of other queries, not of other training seeds.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from vembed.errors import DataError
+from vembed.evaluation.judge import CONFIDENCE, compare
 from vembed.pages.charts import BETTER, LARGE_INCHES, LINE, SERIES, chart_axes, inline_svg
 from vembed.pages.page import Cell, Figure, Note, Page, Row, Section, Table, command_blocks, pairs_table
 from vembed.pages.terminal import table_lines
 from vembed.pages.text import capitalised, metric_text, signed_text
 from vembed.text import plural
-from vembed.workflows.sweeping.ranking import chosen_lines
 from vembed.workflows.sweeping.space import LOG_RATIO
-from vembed.workflows.sweeping.trials import dev_value
+from vembed.workflows.sweeping.trials import best_of, dev_metric, dev_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +28,13 @@ if TYPE_CHECKING:
     from markupsafe import Markup
     from matplotlib.axes import Axes
 
-    from vembed.workflows.sweeping.ranking import Ranked
+    from vembed.evaluation.judge import Comparison
+    from vembed.workflows.sweeping.trials import Outcome
+
+Word: TypeAlias = Literal["best", "within noise", "worse", "shorter", "failed"]
+
+IN_FULL: tuple[Word, ...] = ("best", "within noise", "worse")
+"""Trials with all their steps and a result: what is compared with the best."""
 
 MOST_MARKED = 6
 """Values of one key that all stand on its axis; of more only the lowest and the highest."""
@@ -36,6 +46,78 @@ LIMITS = (
     "for how many trials are compared with the best one. They speak of other queries, not of other training seeds; "
     "train the chosen values with the key seeds to see how much those change."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A trial in its place among the others."""
+
+    outcome: Outcome
+    word: Word
+    to_best: Comparison | None = None  # the trial against the best one, on the same dev queries
+
+
+def rank(outcomes: Sequence[Outcome], metric: str) -> list[Ranked]:
+    """Return the trials, the best first: those of fewer steps behind, and those that failed last.
+
+    Raises:
+        DataError: Two trials were evaluated on different queries.
+    """
+    metric = dev_metric(outcomes, metric)
+    finished = [outcome for outcome in outcomes if outcome.dev is not None]
+    # A round of a halving sets max_steps: its result is that of a shorter training, no matter how good.
+    short = [outcome for outcome in finished if "max_steps" in outcome.trial.overrides]
+    full = [outcome for outcome in finished if "max_steps" not in outcome.trial.overrides]
+    best = best_of(full, metric)
+    ranked = []
+    for outcome in sorted(full, key=lambda outcome: (-dev_value(outcome, metric), outcome is not best)):
+        if outcome is best:
+            ranked.append(Ranked(outcome, "best"))
+            continue
+        assert best is not None
+        assert best.dev is not None
+        assert outcome.dev is not None
+        confidence = 1 - (1 - CONFIDENCE) / (len(full) - 1)
+        try:
+            comparison = compare(best.dev, outcome.dev, metric, confidence=confidence)
+        except ValueError as error:
+            raise DataError(f"{outcome.folder} can't be compared with {best.folder}: {error}") from error
+        ranked.append(Ranked(outcome, "worse" if comparison.high < 0 else "within noise", comparison))
+    short.sort(key=lambda outcome: (-outcome.trial.steps, -dev_value(outcome, metric)))
+    ranked += [Ranked(outcome, "shorter") for outcome in short]
+    return [*ranked, *(Ranked(outcome, "failed") for outcome in outcomes if outcome.dev is None)]
+
+
+def chosen_lines(ranked: Sequence[Ranked], metric: str, *, has_test: bool) -> list[str]:
+    """Say which trial was chosen by what, and what its verdict is worth."""
+    finished = [row for row in ranked if row.word in IN_FULL]
+    if not finished:
+        return ["no trial finished: nothing is chosen"]
+    best = finished[0].outcome
+    assert best.dev is not None
+    equals = sum(row.word == "within noise" for row in finished)
+    lines = [f"chosen by {metric} on the dev set {best.dev.task} alone: {best.trial.values}"]
+    if equals:
+        lines.append(f"noise explains its difference to {equals} of the {len(finished) - 1} others")
+    lines.append(f"its verdict: {best.sentence}")
+    lines += [f"caveat: {caveat}" for caveat in best.caveats]
+    if has_test:
+        lines.append(
+            f"one of {len(ranked)} was chosen on the dev set, so its dev value flatters it; the test set had no "
+            f"part in the choice"
+        )
+        if len(finished) > 1:
+            lines.append(
+                "the comparison shows the best trials on the test set too: it chooses nothing, and to take another "
+                "trial for its test result would be a choice on the test set"
+            )
+    else:
+        lines.append(
+            f"the verdict is on the dev set that chose one of {len(ranked)}, which flatters it; give test_data_path "
+            f"for one that counts"
+        )
+    lines.append(f"model: {best.folder / 'model'}")
+    return lines
 
 
 def sweep_page(
@@ -153,8 +235,8 @@ def sweep_document(ranked: Sequence[Ranked], metric: str, facts: Mapping[str, st
 
 def draw_trials(ranked: Sequence[Ranked], metric: str, *, name: str, label: str) -> Markup:
     """Draw the dev metric over the one key that was tried, or a line for each trial through an axis for each key."""
-    shown = [trial for trial in ranked if trial.word in ("best", "within noise", "worse")]
-    shown = shown or [trial for trial in ranked if trial.word == "shorter"]
+    # All steps or none: a shorter training lies lower for its steps, not for its values.
+    shown = [trial for trial in ranked if trial.word in IN_FULL] or [row for row in ranked if row.word == "shorter"]
     keys, values = tried_keys(ranked), [dev_value(trial.outcome, metric) for trial in shown]
     texts = {key: [trial.outcome.trial.shown[key] for trial in shown] for key in keys}
     with chart_axes(LARGE_INCHES) as (figure, axes):
@@ -173,6 +255,7 @@ def _draw_points(axes: Axes, texts: Sequence[str], values: Sequence[float]) -> N
 
     numbers = _numbers(texts)
     names = list(dict.fromkeys(texts))
+    # Words have no distance: they stand one apart, without a line between them.
     across = numbers or [float(names.index(text)) for text in texts]
     points = sorted(zip(across, values, strict=True))
     axes.plot(*zip(*points, strict=True), color=SERIES, marker="o", markersize=4.5, linestyle="-" if numbers else "")
@@ -187,12 +270,14 @@ def _draw_points(axes: Axes, texts: Sequence[str], values: Sequence[float]) -> N
 
 def _draw_lines(axes: Axes, texts: Mapping[str, Sequence[str]], values: Sequence[float]) -> None:
     """Draw parallel coordinates: each axis from its lowest value to its highest, the last one is the metric."""
+    # Every axis has its own scale from 0 to 1, so that keys of any size stand beside each other.
     columns = [_heights(axes, position, texts[key]) for position, key in enumerate(texts)]
     low, high = min(values), max(values)
     columns.append([(value - low) / (high - low) if high > low else 0.5 for value in values])
     for end, value in ((0.0, low), (1.0, high)) if high > low else ((0.5, low),):
         _write_value(axes, f"{value:.3f}", len(texts), end)
     across = range(len(texts) + 1)
+    # The best last, so that no other line covers it.
     for rank, line in reversed(list(enumerate(zip(*columns, strict=True)))):
         colour, width = (BETTER, 2.6) if rank == 0 else (SERIES, 1.1)
         axes.plot(across, line, color=colour, linewidth=width, alpha=1.0 if rank == 0 else 0.55)

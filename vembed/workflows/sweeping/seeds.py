@@ -1,4 +1,8 @@
-"""The same configuration trained once per seed: a verdict over seeds and queries, and the model that is best on dev."""
+"""The same configuration trained once per seed: a verdict over seeds and queries, and the model that is best on dev.
+
+Each seed is a trial (trials.py) in a folder of its own below the output folder. Two things vary between trainings: the
+seed, and the queries that a set happens to have; the interval of the verdict covers both (evaluation/seeds.py).
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,7 @@ from vembed.pages.text import capitalised, metric_text, signed_text
 from vembed.pages.write import write_page
 from vembed.redact import redact
 from vembed.text import plural
-from vembed.workflows.sweeping.request import Request
-from vembed.workflows.sweeping.trials import Trial, Trials, best_of, dev_metric, dev_value, run_report
+from vembed.workflows.sweeping.trials import Request, Trial, Trials, best_of, dev_metric, dev_value, run_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,14 +107,14 @@ def train_seeds(config: Config, runner: Runner, steps_of: Callable[[Trial], int]
     folder, metric = Path(config.output_dir), config.metric_for_best_model
     request = Request.of((f"seeds {config.seeds}",), config, {"seed", "seeds"}).go_on(folder, config)
     trials = [Trial(f"seed-{seed}", {"seed": str(seed)}) for seed in config.seeds]
-    if not request.steps:
+    if not request.steps:  # a seed changes no step count: one plan serves all
         _log.info("planning, to count the steps")
         request = replace(request, steps={"each": steps_of(trials[0])})
         request.write(folder)
     steps = request.steps["each"]
     _log.info("%d seeds, one after another: %s steps in all", len(trials), f"{steps * len(trials):,}")
-    runs = Trials(folder, runner, metric, len(trials), steps * len(trials))
-    outcomes = [runs.train(replace(trial, steps=steps)) for trial in trials]
+    train = Trials(folder, runner, metric, len(trials), steps * len(trials)).train
+    outcomes = [train(replace(trial, steps=steps)) for trial in trials]
     finished = [outcome for outcome in outcomes if not outcome.error]
     failed = "; ".join(
         f"{outcome.trial.name}: {outcome.error} ({outcome.next_try})" for outcome in outcomes if outcome.error
@@ -119,46 +122,6 @@ def train_seeds(config: Config, runner: Runner, steps_of: Callable[[Trial], int]
     if len(finished) < 2:
         raise MachineError(f"{len(finished)} of {len(outcomes)} seeds finished, too few to judge; {failed}")
     report = _judge(finished, metric, command)
-    _write(folder, report, config)
-    for line in _lines(report):
-        _log.info("%s", line)
-    if failed:
-        raise MachineError(f"{len(finished)} of {len(outcomes)} seeds finished, and the verdict is of those; {failed}")
-    return report
-
-
-def _judge(outcomes: Sequence[Outcome], metric: str, command: str) -> SeedsReport:
-    kept = best_of(outcomes, metric)
-    assert kept is not None
-    by_seed = [_results(outcome.folder) for outcome in outcomes]
-    sets = []
-    try:
-        for number, (role, _) in enumerate(by_seed[0]):
-            pairs = [results[number][1] for results in by_seed]
-            judged = seeds_verdict([[pair] for pair in pairs], pairs[0][1].deciding(metric))
-            sets.append(SetOfSeeds(role, pairs, judged))
-    except ValueError as error:
-        raise DataError(f"{kept.folder.parent}: the seeds can't be judged together: {error}") from error
-    tests = [result for result in sets if result.role != "guard"]
-    whole = tests[0].judged
-    alike = [result for result in tests if result.metric == tests[0].metric]
-    if len(alike) > 1:
-        by_seed_pairs = [[result.pairs[seed] for result in alike] for seed in range(len(outcomes))]
-        whole = seeds_verdict(by_seed_pairs, alike[0].metric)
-    return SeedsReport(outcomes, kept, sets, whole, dev_metric(outcomes, metric), command)
-
-
-def _results(folder: Path) -> list[tuple[str, tuple[EvaluationResult, EvaluationResult]]]:
-    """Return the role of each set of a run, with its results before and after training."""
-    results = []
-    for number, row in enumerate(run_report(folder)["sets"]):
-        below = folder / "evaluation" / ("" if number == 0 else f"{row['role']}-{number}")
-        results.append((row["role"], (read_evaluation(below / "baseline"), read_evaluation(below / "final"))))
-    return results
-
-
-def _write(folder: Path, report: SeedsReport, config: Config) -> None:
-    """Leave the kept model with its plan, the configuration, and the page."""
     source = report.kept.folder
     try:
         with new_folder(folder / MODEL_FOLDER) as model:
@@ -168,9 +131,47 @@ def _write(folder: Path, report: SeedsReport, config: Config) -> None:
     except OSError as error:
         raise MachineError(f"{folder} can't be written: {error}; free some space, and run again") from error
     write_page(folder, seeds_page(report), name=NAME)
+    for line in _closing_lines(report):
+        _log.info("%s", line)
+    if failed:  # last: those that finished are judged and written, and the exit code says that one is missing
+        raise MachineError(f"{len(finished)} of {len(outcomes)} seeds finished, and the verdict is of those; {failed}")
+    return report
 
 
-def _lines(report: SeedsReport) -> list[str]:
+def _judge(outcomes: Sequence[Outcome], metric: str, command: str) -> SeedsReport:
+    """Judge each set over all seeds, and the test sets together.
+
+    Raises:
+        DataError: Seeds were evaluated on different queries, or a result can't be read.
+    """
+    kept = best_of(outcomes, metric)
+    assert kept is not None
+    by_seed: list[list[tuple[EvaluationResult, EvaluationResult]]] = []
+    roles: list[str] = []
+    for outcome in outcomes:
+        roles = [row["role"] for row in run_report(outcome.folder)["sets"]]
+        # The set of the verdict stands in evaluation/ itself, the others in folders by their role and number.
+        names = ["" if number == 0 else f"{role}-{number}" for number, role in enumerate(roles)]
+        below = [outcome.folder / "evaluation" / name for name in names]
+        by_seed.append([(read_evaluation(path / "baseline"), read_evaluation(path / "final")) for path in below])
+    sets = []
+    try:
+        for role, pairs in zip(roles, zip(*by_seed, strict=True), strict=True):
+            judged = seeds_verdict([[pair] for pair in pairs], pairs[0][1].deciding(metric))
+            sets.append(SetOfSeeds(role, pairs, judged))
+    except ValueError as error:
+        raise DataError(f"{kept.folder.parent}: the seeds can't be judged together: {error}") from error
+    # A mean over sets has a meaning only in one metric: that of the first set, over those that share it.
+    tests = [result for result in sets if result.role != "guard"]
+    alike = [result for result in tests if result.metric == tests[0].metric]
+    whole = tests[0].judged
+    if len(alike) > 1:
+        by_seed_pairs = [[result.pairs[seed] for result in alike] for seed in range(len(outcomes))]
+        whole = seeds_verdict(by_seed_pairs, alike[0].metric)
+    return SeedsReport(outcomes, kept, sets, whole, dev_metric(outcomes, metric), command)
+
+
+def _closing_lines(report: SeedsReport) -> list[str]:
     """Return the lines that end the command."""
     values = "  ".join(
         f"{outcome.trial.name} {value:.4f}" for outcome, value in zip(report.outcomes, report.whole.finals, strict=True)
@@ -292,7 +293,7 @@ def refuse_unfit(config: Config, *, launcher: str) -> None:
     """Refuse what several seeds can't be combined with.
 
     Args:
-        launcher: Who started this process as one of several; empty where nobody did.
+        launcher: Program that started this process as one of several; empty where none did.
 
     Raises:
         ConfigError: Several processes were started for one run, or a run is to start anew.

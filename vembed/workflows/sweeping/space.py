@@ -1,4 +1,4 @@
-"""What a sweep tries: the values of `--try`, in a grid or drawn at random."""
+"""The space of a sweep: the values of `--try`, in a grid or drawn at random."""
 
 from __future__ import annotations
 
@@ -52,17 +52,18 @@ class Range:
 
     low: float
     high: float
-    whole: bool  # whether only whole numbers are meant
+    whole: bool  # only whole numbers
 
     @property
     def is_log(self) -> bool:
-        """Whether it is drawn on a logarithmic scale."""
+        """True where it is drawn on a logarithmic scale: its ends lie far apart, and zero isn't between them."""
         return self.low > 0 and self.high / self.low >= LOG_RATIO
 
     def text(self, value: float) -> str:
         """Return a number of the range as an override takes it."""
         if self.whole:
             return str(round(value))
+        # A rounded number may leave the range by its last digit.
         return f"{min(max(float(f'{value:.{DIGITS}g}'), self.low), self.high):.12g}"
 
     def draw(self, source: random.Random) -> str:
@@ -97,20 +98,21 @@ def parse_tries(words: Sequence[str]) -> list[Tried]:
     Raises:
         ConfigError: A line for each word that can't be used.
     """
-    found: list[Tried] = []
+    entries: list[Tried] = []
     problems = []
     for word in words:
         try:
-            tried = _parse(word)
+            entry = _parse(word)
         except ConfigError as error:
             problems.append(f"--try {shown(word)}: {error}")
             continue
-        if any({*targets(tried.key)} & {*targets(each.key)} for each in found):
-            problems.append(f"--try {shown(word)}: {tried.key} is already tried; list all of its values together")
-        found.append(tried)
+        # By what they set, not by their names: `lr` and `learning_rate` are one key.
+        if any({*targets(entry.key)} & {*targets(earlier.key)} for earlier in entries):
+            problems.append(f"--try {shown(word)}: {entry.key} is already tried; list all of its values together")
+        entries.append(entry)
     if problems:
         raise ConfigError("\n".join(problems))
-    return found
+    return entries
 
 
 def grid(tried: Sequence[Tried]) -> list[Choice]:
@@ -119,61 +121,47 @@ def grid(tried: Sequence[Tried]) -> list[Choice]:
     Raises:
         ConfigError: A key has a range, or there are too many combinations.
     """
-    for each in tried:
-        if isinstance(each.values, Range):
+    for entry in tried:
+        if isinstance(entry.values, Range):
             raise ConfigError(
-                f"--try {each.key}: a grid has no values of a range; list them, or draw some with --random N"
+                f"--try {entry.key}: a grid has no values of a range; list them, or draw some with --random N"
             )
-    count = math.prod(len(each.ends) for each in tried)
+    count = math.prod(len(entry.ends) for entry in tried)
     if count > MOST_TRIALS:
         raise ConfigError(f"--try asks for {count:,} trials, more than {MOST_TRIALS:,}; draw some with --random N")
-    keys = [each.key for each in tried]
-    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(each.ends for each in tried))]
+    keys = [entry.key for entry in tried]
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(entry.ends for entry in tried))]
 
 
 def drawn(tried: Sequence[Tried], count: int, seed: int) -> list[Choice]:
     """Return different combinations drawn at random, the same for the same seed; all there are, where that is fewer."""
-    if not any(isinstance(each.values, Range) for each in tried) and math.prod(len(e.ends) for e in tried) <= count:
-        return _told(grid(tried), count)
-    source = random.Random(seed)  # noqa: S311 - nothing here is a secret
-    found: dict[tuple[str, ...], Choice] = {}
-    for _ in range(100 * count):  # of a small space most draws are repeated ones
-        choice = {each.key: each.draw(source) for each in tried}
-        found.setdefault(tuple(choice.values()), choice)
-        if len(found) == count:
-            break
-    return _told(list(found.values()), count)
-
-
-def _told(found: list[Choice], asked: int) -> list[Choice]:
-    """Say where there are fewer combinations than asked for."""
-    if len(found) < asked:
-        _log.warning("--random %d: there are only %d different combinations", asked, len(found))
-    return found
+    has_range = any(isinstance(entry.values, Range) for entry in tried)
+    if not has_range and math.prod(len(entry.ends) for entry in tried) <= count:
+        choices = grid(tried)
+    else:
+        source = random.Random(seed)  # noqa: S311 - nothing here is a secret
+        distinct: dict[tuple[str, ...], Choice] = {}
+        for _ in range(100 * count):  # of a small space most draws are repeated ones
+            choice = {entry.key: entry.draw(source) for entry in tried}
+            distinct.setdefault(tuple(choice.values()), choice)
+            if len(distinct) == count:
+                break
+        choices = list(distinct.values())
+    if len(choices) < count:
+        _log.warning("--random %d: there are only %d different combinations", count, len(choices))
+    return choices
 
 
 def corners(tried: Sequence[Tried]) -> Iterator[Choice]:
     """Yield combinations in which each value stands once: what can be checked of values that aren't drawn yet."""
-    for place in range(max(len(each.ends) for each in tried)):
-        yield {each.key: each.ends[min(place, len(each.ends) - 1)] for each in tried}
+    for number in range(max(len(entry.ends) for entry in tried)):
+        yield {entry.key: entry.ends[min(number, len(entry.ends) - 1)] for entry in tried}
 
 
 def _parse(word: str) -> Tried:
     key, equals, text = (part.strip() for part in word.partition("="))
     if not equals or not key:
         raise ConfigError("write KEY=VALUE,VALUE, such as learning_rate=1e-5,2e-5")
-    _refuse_key(key)
-    if (ends := _RANGE.fullmatch(text)) is not None:
-        return Tried(key, _range(key, *ends.groups()))
-    values = _split(text)
-    if not all(values):
-        raise ConfigError("a value is missing beside a comma; write '' for an empty text and null for none")
-    if len(set(values)) < len(values):
-        raise ConfigError("a value is listed twice")
-    return Tried(key, tuple(values))
-
-
-def _refuse_key(key: str) -> None:
     name = key.partition(".")[0]
     for target in targets(name):
         if target not in fields():
@@ -184,6 +172,14 @@ def _refuse_key(key: str) -> None:
             raise ConfigError(f"{target} can't be tried: trials are compared on the same sets")
         if affects(target) != "result":
             raise ConfigError(f"{target} decides nothing about the result")
+    if (ends := _RANGE.fullmatch(text)) is not None:
+        return Tried(key, _range(key, *ends.groups()))
+    values = _split(text)
+    if not all(values):
+        raise ConfigError("a value is missing beside a comma; write '' for an empty text and null for none")
+    if len(set(values)) < len(values):
+        raise ConfigError("a value is listed twice")
+    return Tried(key, tuple(values))
 
 
 def _range(key: str, low: str, high: str) -> Range:
@@ -193,13 +189,10 @@ def _range(key: str, low: str, high: str) -> Range:
         raise ConfigError("a range is two numbers, such as 1e-6..1e-4") from error
     if not (math.isfinite(first) and math.isfinite(last) and first < last):
         raise ConfigError("a range is two numbers, the smaller one first, such as 1e-6..1e-4")
-    whole = all(re.fullmatch(r"[-+]?\d+", each) for each in (low, high))
-    return Range(first, last, whole and not any(_takes_fractions(target) for target in targets(key)))
-
-
-def _takes_fractions(key: str) -> bool:
-    """Tell whether a key takes any number; of a part of a mapping nobody knows."""
-    return key in fields() and "float" in str(fields()[key].annotation)
+    # 1..5 of a key that takes any number is a range of fractions. The type of a part of a mapping isn't known.
+    takes_fractions = any(target in fields() and "float" in str(fields()[target].annotation) for target in targets(key))
+    whole = all(re.fullmatch(r"[-+]?\d+", end) for end in (low, high))
+    return Range(first, last, whole and not takes_fractions)
 
 
 def _split(text: str) -> list[str]:

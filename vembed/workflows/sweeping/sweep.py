@@ -4,17 +4,23 @@
    no training. The problems of all trials are told at once.
 2. The steps of the trials are counted by planning them, each in a process of its own; trials that differ only in keys
    that can't change their steps are planned once. The counts are kept in the folder for the next start.
-3. The trials are trained by one of three ways (vembed/workflows/sweeping/methods.py). The dev set chooses.
+3. All trials are trained in full, or the better half of shorter ones again (`train_halving`), or those that Optuna
+   suggests (`train_optuna`). The dev set chooses.
 4. A table goes to the terminal and a page into the folder, and the best runs are compared side by side.
+
+Each way is a pure function of the space, the seed and the outcomes, in their order. A sweep that was stopped walks it
+again from the start, reads what is done, and ends in the same table.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vembed.config.load import load_config, read_overrides
 from vembed.config.names import targets
@@ -22,22 +28,33 @@ from vembed.distributed.lock import hold_output
 from vembed.distributed.signals import StopSignal
 from vembed.errors import ConfigError, MachineError, VembedError
 from vembed.redact import redact
+from vembed.registry import import_extra
 from vembed.text import show_duration
-from vembed.workflows.sweeping.methods import import_optuna, rungs, train_all, train_halving, train_optuna
-from vembed.workflows.sweeping.process import GO_ON, PROBE_STEPS, TrainProcess
-from vembed.workflows.sweeping.ranking import chosen_lines, rank
-from vembed.workflows.sweeping.request import Request
-from vembed.workflows.sweeping.space import corners, drawn, grid, parse_tries
-from vembed.workflows.sweeping.trials import Trial, Trials, dev_metric, trial_name
+from vembed.workflows.sweeping.space import Range, corners, drawn, grid, parse_tries
+from vembed.workflows.sweeping.trials import (
+    GO_ON,
+    PROBE_STEPS,
+    Outcome,
+    Request,
+    TrainProcess,
+    Trial,
+    Trials,
+    dev_metric,
+    dev_value,
+    trial_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from vembed.config.schema import Config
     from vembed.workflows.sweeping.keys import SweepKeys
-    from vembed.workflows.sweeping.ranking import Ranked
+    from vembed.workflows.sweeping.report import Ranked
     from vembed.workflows.sweeping.space import Tried
-    from vembed.workflows.sweeping.trials import Outcome
+
+Train: TypeAlias = Callable[[Trial], Outcome]
+
+OPTUNA_FILE = "optuna.journal"
 
 DECIDES_STEPS = (
     "data",
@@ -72,19 +89,18 @@ def run_sweep(keys: SweepKeys, path: Path | None, overrides: Sequence[str], comm
     tried = parse_tries(keys.tries)
     if keys.seed is not None and keys.random is None and keys.optuna is None:
         raise ConfigError("--seed has an effect only with --random or --optuna")
+    seed = keys.seed or 0
     if keys.optuna is not None:
         import_optuna()
         if keys.halving:
             raise ConfigError("--halving and --optuna both say which trials continue; leave one out")
-    seed = keys.seed or 0
-    if keys.optuna is not None:
         choices = list(corners(tried))  # stand for all that Optuna may suggest
     else:
         choices = grid(tried) if keys.random is None else drawn(tried, keys.random, seed)
     trials = [Trial(trial_name(number, choice, of=len(choices)), choice) for number, choice in enumerate(choices, 1)]
-    configs = _load_configs(trials, path, overrides)
+    configs = _checked_configs(trials, path, overrides)
     config = configs[trials[0].name]
-    _refuse_incomparable(config, {each.key.partition(".")[0] for each in tried})
+    metric = config.metric_for_best_model
     way = f"--random {keys.random}" if keys.random else f"--optuna {keys.optuna}" if keys.optuna else ""
     asked = (
         *(f"--try {text}" for text in keys.tries),
@@ -98,28 +114,38 @@ def run_sweep(keys: SweepKeys, path: Path | None, overrides: Sequence[str], comm
             _print_cost(keys, _counted(trials, process, {}), process)
             return
         with hold_output(folder):
-            warmup = {name: each.warmup_steps for name, each in configs.items()}
-            request = Request.of(asked, config, _targets(each.key for each in tried)).go_on(folder, config)
+            request = Request.of(asked, config, _targets(entry.key for entry in tried)).go_on(folder, config)
             trials = _counted(trials, process, request.steps)
             replace(request, steps={trial.name: trial.steps for trial in trials}).write(folder)
-            outcomes = _train(keys, tried, trials, process, folder, warmup, config.metric_for_best_model)
+            count, total, line = _amount(keys, trials)
+            _log.info("%s", line)
+            _log.info("the dev set chooses; no test set has a part in it")
+            train = Trials(folder / "trials", process, metric, count, total).train
+            if keys.optuna is not None:
+                steps = round(total / count)
+                outcomes = train_optuna(tried, train, metric, count=count, seed=seed, steps=steps, folder=folder)
+            elif keys.halving:
+                outcomes = train_halving(trials, train, metric, lambda trial: configs[trial.name].warmup_steps)
+            else:
+                outcomes = [train(trial) for trial in trials]
             facts = {} if path is None else {"configuration": redact(str(path))}
             facts["asked"] = redact(" ".join(asked))
             if overrides:
                 facts["overrides"] = redact(" ".join(overrides))
-            _report(outcomes, folder, config.metric_for_best_model, facts, command)
+            _report(outcomes, folder, metric, facts, command)
 
 
-def _load_configs(trials: Sequence[Trial], path: Path | None, overrides: Sequence[str]) -> dict[str, Config]:
+def _checked_configs(trials: Sequence[Trial], path: Path | None, overrides: Sequence[str]) -> dict[str, Config]:
     """Load and check the configuration of each trial, by the trial's name.
 
     Raises:
-        VembedError: A line for each problem of any of them.
+        VembedError: A line for each problem of any of them, or their results couldn't be compared.
     """
     from vembed.training.early import refuse_wrong_inputs
     from vembed.training.trackers import refuse_missing_packages
 
-    both = _targets(each.name for each in read_overrides(overrides).settings) & _targets(trials[0].choice)
+    tried = _targets(trials[0].choice)
+    both = _targets(setting.name for setting in read_overrides(overrides).settings) & tried
     if both:
         raise ConfigError(f"{', '.join(sorted(both))}: given by --config_override and tried; leave one out")
     configs: dict[str, Config] = {}
@@ -133,27 +159,25 @@ def _load_configs(trials: Sequence[Trial], path: Path | None, overrides: Sequenc
         except VembedError as error:
             problems.append(error)
     if problems:
+        # Most problems are of all trials alike, and stand there once.
         lines = dict.fromkeys(line for error in problems for line in str(error).splitlines())
         raise type(problems[0])("\n".join(lines))
+    config = configs[trials[0].name]
+    if config.seeds is not None:
+        raise ConfigError("seeds: a sweep trains each trial once; try seed=1,2,3, or set seeds=null")
+    if config.eval_strategy == "no" and config.test_data_path is not None:
+        raise ConfigError("eval_strategy no leaves no dev result to choose by; set it to epoch, or give eval_steps")
+    if config.val_data_path is None and tried & {"data_path", "data_split"}:
+        raise ConfigError(
+            "without val_data_path each trial would hold out other rows of its own data; set val_data_path, so that "
+            "all are compared on one dev set"
+        )
     return configs
 
 
 def _targets(names: Iterable[str]) -> set[str]:
     """Return the keys that names set, without the part of a mapping."""
     return {target for name in names for target in targets(name.partition(".")[0])}
-
-
-def _refuse_incomparable(config: Config, tried: set[str]) -> None:
-    """Refuse a sweep whose trials would have no dev result, or each another dev set."""
-    if config.seeds is not None:
-        raise ConfigError("seeds: a sweep trains each trial once; try seed=1,2,3, or set seeds=null")
-    if config.eval_strategy == "no" and config.test_data_path is not None:
-        raise ConfigError("eval_strategy no leaves no dev result to choose by; set it to epoch, or give eval_steps")
-    if config.val_data_path is None and tried & {"data", "data_path", "data_split"}:
-        raise ConfigError(
-            "without val_data_path each trial would hold out other rows of its own data; set val_data_path, so that "
-            "all are compared on one dev set"
-        )
 
 
 def _counted(trials: Sequence[Trial], process: TrainProcess, known: Mapping[str, int]) -> list[Trial]:
@@ -208,32 +232,6 @@ def _print_cost(keys: SweepKeys, trials: Sequence[Trial], process: TrainProcess)
     print(f"about {show_duration(seconds)} for the first, {show_duration(seconds / first.steps * total)} in all")
 
 
-def _train(
-    keys: SweepKeys,
-    tried: Sequence[Tried],
-    trials: Sequence[Trial],
-    process: TrainProcess,
-    folder: Path,
-    warmup: Mapping[str, int | None],
-    metric: str,
-) -> Sequence[Outcome]:
-    """Train the trials; those that an earlier start has done are read.
-
-    Args:
-        warmup: `warmup_steps` by the trial's name.
-    """
-    count, total, line = _amount(keys, trials)
-    _log.info("%s", line)
-    _log.info("the dev set chooses; no test set has a part in it")
-    runs = Trials(folder / "trials", process, metric, count, total)
-    if keys.optuna is not None:
-        steps, seed = round(total / count), keys.seed or 0
-        return train_optuna(tried, runs.train, metric, count=count, seed=seed, steps=steps, folder=folder)
-    if keys.halving:
-        return train_halving(trials, runs.train, metric, lambda trial: warmup[trial.name])
-    return train_all(trials, runs.train)
-
-
 def _report(outcomes: Sequence[Outcome], folder: Path, chosen_by: str, facts: Mapping[str, str], command: str) -> None:
     """Print the table of the trials, write it with a page, and compare the best runs.
 
@@ -241,7 +239,7 @@ def _report(outcomes: Sequence[Outcome], folder: Path, chosen_by: str, facts: Ma
         chosen_by: The key `metric_for_best_model`.
     """
     from vembed.pages.write import write_page
-    from vembed.workflows.sweeping.report import sweep_page, terminal_lines
+    from vembed.workflows.sweeping.report import chosen_lines, rank, sweep_page, terminal_lines
 
     metric = dev_metric(outcomes, chosen_by)
     ranked = rank(outcomes, metric)
@@ -257,8 +255,9 @@ def _report(outcomes: Sequence[Outcome], folder: Path, chosen_by: str, facts: Ma
 
 def _compare(ranked: Sequence[Ranked], output: Path, metric: str) -> None:
     """Put the best runs side by side: curves, time and memory, and the queries that each wins and loses."""
-    folders = [str(row.outcome.folder) for row in ranked if row.word in ("best", "within noise", "worse")]
-    folders = folders[:MOST_COMPARED]
+    from vembed.workflows.sweeping.report import IN_FULL
+
+    folders = [str(row.outcome.folder) for row in ranked if row.word in IN_FULL][:MOST_COMPARED]
     if len(folders) < 2:
         return
     from vembed.workflows.comparison.compare import compare_runs
@@ -267,3 +266,122 @@ def _compare(ranked: Sequence[Ranked], output: Path, metric: str) -> None:
     compare_runs(folders, output, metric=metric, command=command)
     what = "the two trials" if len(folders) == len(ranked) == 2 else f"the best {len(folders)} trials"
     print(f"comparison of {what}: {redact(str(output / 'compare.html'))}")
+
+
+def rungs(count: int) -> list[tuple[int, float]]:
+    """Return how many trials each round of a halving trains, and with which part of their steps.
+
+    The last round has two trials and all steps; a round before has twice as many trials, and half of the steps.
+    """
+    sizes = [count]
+    while sizes[-1] > 2:
+        sizes.append(math.ceil(sizes[-1] / 2))
+    return [(size, 0.5 ** (len(sizes) - 1 - number)) for number, size in enumerate(sizes)]
+
+
+def shorter(trial: Trial, share: float, warmup_steps: int | None) -> Trial:
+    """Return a trial with a part of its steps, in which its whole schedule runs: warmup and decay shrink with it.
+
+    Args:
+        warmup_steps: Those of the whole training, where they are given in steps and not as a ratio.
+    """
+    if share == 1.0:
+        return trial
+    steps = math.ceil(trial.steps * share)
+    overrides = {**trial.overrides, "max_steps": str(steps)}
+    if warmup_steps is not None:
+        overrides["warmup_steps"] = str(min(math.ceil(warmup_steps * share), steps - 1))
+    return replace(trial, name=f"{trial.name}_{steps}-steps", overrides=overrides, steps=steps)
+
+
+def train_halving(
+    trials: Sequence[Trial], train: Train, metric: str, warmup_of: Callable[[Trial], int | None]
+) -> list[Outcome]:
+    """Train all with a part of their steps, then the better half anew with twice as many, until two have all steps.
+
+    Args:
+        warmup_of: Returns the warmup of a trial, where it is given in steps.
+
+    Returns:
+        The last outcome of each trial, those that came furthest first.
+
+    Source:
+        Successive halving (Jamieson & Talwalkar, AISTATS 2016).
+    """
+    remaining = list(trials)
+    outcomes: list[Outcome] = []
+    rounds = rungs(len(remaining))
+    for number, (_, share) in enumerate(rounds):
+        ended = [(trial, train(shorter(trial, share, warmup_of(trial)))) for trial in remaining]
+        finished = [(trial, outcome) for trial, outcome in ended if outcome.dev is not None]
+        finished.sort(key=lambda row: -dev_value(row[1], metric))  # stable: of equals the first stays
+        size = rounds[number + 1][0] if number + 1 < len(rounds) else 0
+        remaining = [trial for trial, _ in finished[:size]]
+        # Those that leave now came further than all that left before.
+        outcomes = [outcome for trial, outcome in ended if trial not in remaining] + outcomes
+    return outcomes
+
+
+def train_optuna(
+    tried: Sequence[Tried], train: Train, metric: str, *, count: int, seed: int, steps: int, folder: Path
+) -> list[Outcome]:
+    """Train trials whose values Optuna suggests, by a tree-structured Parzen estimator, from what came of those before.
+
+    The sampler of a trial is seeded by its number, so that a suggestion depends on the outcomes before it alone. The
+    study is kept in the folder, without secrets, for Optuna's own tools.
+
+    Args:
+        steps: Of a trial, as far as they are known before its values are.
+
+    Raises:
+        ConfigError: Optuna isn't installed.
+    """
+    optuna = import_optuna()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    journal = folder / OPTUNA_FILE
+    journal.unlink(missing_ok=True)
+    backend = optuna.storages.journal.JournalFileBackend(str(journal))
+    study = optuna.create_study(storage=optuna.storages.JournalStorage(backend), direction="maximize")
+    distributions = {entry.key: _distribution(optuna, entry) for entry in tried}
+    outcomes = []
+    for number in range(1, count + 1):
+        study.sampler = optuna.samplers.TPESampler(seed=seed + number)
+        asked = study.ask(distributions)
+        choice = {}
+        for entry in tried:
+            value = asked.params[entry.key]
+            choice[entry.key] = (
+                entry.values.text(value) if isinstance(entry.values, Range) else _kept_values(entry)[value]
+            )
+        outcome = train(Trial(trial_name(number, choice, of=count), choice, steps=steps))
+        outcomes.append(outcome)
+        if outcome.dev is None:
+            study.tell(asked, state=optuna.trial.TrialState.FAIL)
+        else:
+            study.tell(asked, dev_value(outcome, metric))
+    return outcomes
+
+
+def import_optuna() -> Any:
+    """Return the package.
+
+    Raises:
+        ConfigError: It isn't installed.
+    """
+    return import_extra("optuna", "optuna", "--optuna")
+
+
+def _distribution(optuna: Any, entry: Tried) -> Any:
+    values = entry.values
+    if not isinstance(values, Range):
+        return optuna.distributions.CategoricalDistribution(list(_kept_values(entry)))
+    if values.whole:
+        return optuna.distributions.IntDistribution(int(values.low), int(values.high), log=values.is_log)
+    return optuna.distributions.FloatDistribution(values.low, values.high, log=values.is_log)
+
+
+def _kept_values(entry: Tried) -> dict[str, str]:
+    """Return listed values by the text that the study keeps: of one with a secret its shown text and its number."""
+    shown = [Trial("", {entry.key: value}).shown[entry.key] for value in entry.ends]
+    numbered = enumerate(zip(shown, entry.ends, strict=True), start=1)
+    return {text if text == value else f"{text} ({number})": value for number, (text, value) in numbered}

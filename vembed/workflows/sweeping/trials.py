@@ -1,45 +1,144 @@
-"""A trial: one training of a sweep, in a folder of its own, and what became of it.
+"""A trial: one training, as a process in a folder of its own, and its outcome.
 
-1. A trial whose folder has an `outcome.json` is done: finished, or failed with a reason. It isn't trained again;
-   without its folder it is. One that failed for its configuration or the machine leaves none.
-2. Any other is trained by a runner, which continues from the run's own checkpoints where there are some.
-3. What came of it is read from the run's folder, so that a sweep that was killed between 2 and 3 loses nothing.
+1. `Request` keeps in the folder of a sweep what was asked for: the same command continues it, another one is refused.
+2. `Trials` trains each trial once. One whose folder has an `outcome.json` is done: finished, or failed with a reason.
+   It isn't trained again; without its folder it is. One that failed for its configuration or the machine has no record.
+3. `TrainProcess` trains one trial with `vembed train`, which continues from the run's own checkpoints where there are
+   some. The process gets a SIGTERM when this one ends, however it does, so that it saves a checkpoint and leaves.
+4. An outcome is read from the run's folder, so that a sweep that is killed between 3 and the record loses nothing.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import os
 import re
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
+from vembed.config.load import read_overrides
 from vembed.config.names import targets
-from vembed.errors import DataError, MachineError, VembedError
+from vembed.config.record import plain_values, resume_differences
+from vembed.distributed.lock import LOCK_FILE, FolderInUseError, hold_output
+from vembed.errors import ConfigError, DataError, ExitCode, MachineError, PreemptedError, VembedError
 from vembed.evaluation.judge import query_values
 from vembed.evaluation.results import read_evaluation
 from vembed.files import replace_text
 from vembed.json_text import fit, read_object
 from vembed.redact import redact
-from vembed.text import show_duration
+from vembed.text import cut, show_duration
+from vembed.training.trackers import read_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from vembed.config.schema import Config
     from vembed.evaluation.results import EvaluationResult
     from vembed.workflows.sweeping.space import Choice
 
-OUTCOME_FILE = "outcome.json"
-REPORT_FILE = Path("report", "report.json")
-NAME_CHARACTERS = 80
+REQUEST_FILE: Final = "request.json"
+OUTCOME_FILE: Final = "outcome.json"
+REPORT_FILE: Final = Path("report", "report.json")
+NAME_CHARACTERS: Final = 80
+
+GO_ON: Final = "what is done is kept, and the same command continues"
+
+POLL_SECONDS: Final = 0.2
+WAIT_SECONDS: Final = 600.0
+"""Longest wait for the process of a sweep that was killed: it saves a checkpoint before it leaves its folder."""
+
+PROBE_STEPS: Final = 3
+"""Steps of the short run that a time is estimated from."""
+
+_NOBODYS = (LOCK_FILE, "plan.json", "config.yaml")
+"""What the lock and `--plan` leave in a folder that nothing was trained in."""
 
 _MAKES_ROWS = ("data", "loss", "max_image", "max_invalid", "teacher")
 """Beginnings of keys that decide what a trial's training rows hold."""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")
+_PR_SET_PDEATHSIG: Final = 1  # of linux/prctl.h
+_LOG_LINES: Final = 50
+_STOPPED: Final = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+_OUTSIDE: Final = (ExitCode.CONFIG, ExitCode.ENVIRONMENT)
+"""Exit codes of causes that may be gone at the next try: a file, a package, memory, a full disk."""
+
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Words and configuration of a sweep or of several seeds, as the folder keeps them."""
+
+    asked: tuple[str, ...]  # the words that decide the trials, each "--try learning_rate=1e-5,2e-5"
+    config: dict[str, Any]  # key -> value of the configuration without what is tried
+    steps: dict[str, int] = field(default_factory=dict)  # of each trial by name, once they are counted
+
+    @classmethod
+    def of(cls, asked: tuple[str, ...], config: Config, tried: set[str]) -> Self:
+        """Return the request of a command.
+
+        Args:
+            config: Of any trial.
+            tried: Keys whose values differ from trial to trial.
+        """
+        values = {name: value for name, value in plain_values(config).items() if name not in tried}
+        return cls(tuple(map(redact, asked)), values)
+
+    def go_on(self, folder: Path, config: Config) -> Request:
+        """Return the request that the folder was begun with, checked to be the same; write this one where it is new.
+
+        Raises:
+            ConfigError: The folder holds another sweep, or other files.
+            MachineError: It can't be written.
+        """
+        path = folder / REQUEST_FILE
+        if not path.exists():
+            if folder.exists() and any(entry.name not in _NOBODYS for entry in folder.iterdir()):
+                raise ConfigError(f"{folder} holds other files; choose an empty folder, or a new one")
+            self.write(folder)
+            return self
+        try:
+            before = fit(Request, read_object(path), where=REQUEST_FILE)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: can't be read: {error}; choose another folder") from error
+        # A key that only says how a run goes (how often it logs, where it writes) may change: results stay comparable.
+        differences = [
+            f"  {difference.key}: {difference.old!r} before, {difference.new!r} now"
+            for difference in resume_differences(before.config, config)
+            if difference.kind == "refused" and difference.key in self.config
+        ]
+        if before.asked != self.asked:
+            differences.insert(0, f"  {' '.join(before.asked)} before, {' '.join(self.asked)} now")
+        if differences:
+            listed = "\n".join(differences)
+            raise ConfigError(
+                f"{folder} was begun with something else:\n{listed}\nSet this back to continue it, choose another "
+                f"folder, or delete it to start anew"
+            )
+        return replace(self, steps=before.steps)
+
+    def write(self, folder: Path) -> None:
+        """Write it into the folder.
+
+        Raises:
+            MachineError: The folder can't be written.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / REQUEST_FILE, json.dumps(asdict(self), indent=1) + "\n")
+        except OSError as error:
+            raise MachineError(f"{folder} can't be written: {error}; choose another folder") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +153,7 @@ class Trial:
     @property
     def shown(self) -> dict[str, str]:
         """The values by key, without secrets."""
-        return _shown(self.choice)
+        return _without_secrets(self.choice)
 
     @property
     def values(self) -> str:
@@ -64,7 +163,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a trial."""
+    """Result of a trial, or the reason why it failed."""
 
     trial: Trial
     folder: Path
@@ -79,7 +178,7 @@ class Outcome:
 
     @property
     def next_try(self) -> str:
-        """How a trial that failed is trained again."""
+        """Advice on how to train a failed trial again."""
         return f"delete {self.folder} to try it again" if self.is_done else "the same command tries it again"
 
 
@@ -118,75 +217,88 @@ class Trials:
     _steps_timed: int = 0
 
     def train(self, trial: Trial) -> Outcome:
-        """Return what becomes of a trial; one that is done already is only read.
+        """Return the outcome of a trial; one that is done already is only read.
 
         Raises:
             DataError: Its results can't be read any more, or its data are others than those of the trials before.
             MachineError: Its outcome can't be written.
         """
         folder = self.folder / trial.name
-        place = f"trial {len(self._done) + 1} of {self.count}: {trial.values or trial.name}"
-        before = _read_outcome(folder)
-        if before is None:
-            _log.info("%s  (%s)", place, folder)
+        label = f"trial {len(self._done) + 1} of {self.count}: {trial.values or trial.name}"
+        error = _recorded_error(folder)
+        was_done, is_final = error is not None, True
+        if error is None:
+            _log.info("%s  (%s)", label, folder)
             began = time.monotonic()
             try:
-                outcome = self._outcome(trial, folder, self.runner(trial, folder))
-            except TryAgainError as error:
-                outcome = Outcome(trial, folder, error=str(error), is_done=False)
+                error = self.runner(trial, folder)
+            except TryAgainError as cause:
+                error, is_final = str(cause), False
             self._seconds += time.monotonic() - began
             self._steps_timed += trial.steps
-            if outcome.is_done:
-                _write_outcome(outcome)
+        if error:
+            outcome = Outcome(trial, folder, error=error, is_done=is_final)
         else:
-            outcome = self._outcome(trial, folder, before)
+            outcome = read_run(trial, folder, self.metric)
+        if is_final and not was_done:
+            # Written after the results were read: a kill in between trains nothing twice, as the run itself is whole.
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                replace_text(folder / OUTCOME_FILE, json.dumps({"error": error}) + "\n")
+            except OSError as cause:
+                raise MachineError(f"{folder}: the outcome can't be written: {cause}; free some space there") from cause
         _refuse_other_data(self._done, outcome)
         self._done.append(outcome)
         self._steps_done += trial.steps
-        _log.info("%s", self._line(outcome, place, was_done=before is not None))
-        return outcome
-
-    def _outcome(self, trial: Trial, folder: Path, error: str) -> Outcome:
-        if error:
-            return Outcome(trial, folder, error=error)
-        return read_run(trial, folder, self.metric)
-
-    def _line(self, outcome: Outcome, place: str, *, was_done: bool) -> str:
         if outcome.dev is None:
-            return f"{place}: failed: {outcome.error}{' (before)' if was_done else ''}"
-        line = f"  dev {outcome.dev.deciding(self.metric)} {dev_value(outcome, self.metric):.4f}"
-        if was_done:
-            return f"{place}: done before,{line[1:]}"
-        left = self.total_steps - self._steps_done
-        if left > 0 and self._steps_timed:
-            line += f"; about {show_duration(self._seconds / self._steps_timed * left)} left"
-        return line
+            line = f"{label}: failed: {outcome.error}{' (before)' if was_done else ''}"
+        else:
+            value = f"dev {outcome.dev.deciding(self.metric)} {dev_value(outcome, self.metric):.4f}"
+            line = f"{label}: done before, {value}" if was_done else f"  {value}"
+            left = self.total_steps - self._steps_done
+            # Only trainings of this start are timed: what an earlier one did may have run on another machine.
+            if not was_done and left > 0 and self._steps_timed:
+                line += f"; about {show_duration(self._seconds / self._steps_timed * left)} left"
+        _log.info("%s", line)
+        return outcome
 
 
 def trial_name(number: int, choice: Choice, *, of: int, ending: str = "") -> str:
     """Return the name of a trial's folder: its number and its values, as far as a file system takes them."""
-    values = "_".join(f"{key}-{_UNSAFE.sub('.', value)}" for key, value in _shown(choice).items())
+    values = "_".join(f"{key}-{_UNSAFE.sub('.', value)}" for key, value in _without_secrets(choice).items())
     return f"{number:0{max(2, len(str(of)))}}_{values[:NAME_CHARACTERS]}{ending}"
 
 
-def _shown(choice: Choice) -> dict[str, str]:
+def _without_secrets(choice: Choice) -> dict[str, str]:
     return {key: redact(f"{key}={value}").partition("=")[2] for key, value in choice.items()}
 
 
+def _recorded_error(folder: Path) -> str | None:
+    """Return why a trial failed, nothing where it finished, None where it isn't done."""
+    path = folder / OUTCOME_FILE
+    try:
+        error: str = fit(str, read_object(path)["error"], where="error")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path}: can't be read: {error}; delete it to train the trial again") from error
+    return error
+
+
 def read_run(trial: Trial, folder: Path, metric: str) -> Outcome:
-    """Read what a finished run says of itself: the dev result of the model that it kept, and its verdict.
+    """Read the outcome of a finished run: the dev result of the model that it kept, and its verdict.
 
     Raises:
         DataError: A file is missing or broken.
     """
     report = run_report(folder)
     kept, has_test = report["checkpoint"]["kept_step"], report["dev_task"] != ""
+    # Without a test set `final` is the dev set; with one the dev result stands beside the checkpoint that was kept.
     dev = read_evaluation(folder / "evaluation" / (f"step-{kept}" if has_test else "final"))
     try:
         query_values(dev, dev.deciding(metric))
     except ValueError as error:
         raise DataError(f"{folder}: {error} Trials can't be compared by it") from error
-    data = report.get("data_hashes") or {}  # older versions recorded none
     return Outcome(
         trial,
         folder,
@@ -195,7 +307,7 @@ def read_run(trial: Trial, folder: Path, metric: str) -> Outcome:
         report["verdict"]["sentence"],
         on_test=any(row.get("role") == "test" for row in report.get("sets", ())),
         caveats=report.get("caveats", ()),
-        data=data,
+        data=report.get("data_hashes") or {},  # older versions recorded none
     )
 
 
@@ -225,10 +337,11 @@ def _refuse_other_data(before: Sequence[Outcome], outcome: Outcome) -> None:
     Raises:
         DataError: The data differ.
     """
-    other = next((each for each in before if each.data), None)
+    other = next((earlier for earlier in before if earlier.data), None)
     if other is None:
         return
-    makes_rows = any(key.startswith(_MAKES_ROWS) for each in outcome.trial.choice for key in targets(each))
+    # Where the training rows themselves are tried they differ on purpose; the sets of the evaluation never do.
+    makes_rows = any(key.startswith(_MAKES_ROWS) for name in outcome.trial.choice for key in targets(name))
     changed = [
         name
         for name, content in outcome.data.items()
@@ -242,30 +355,10 @@ def _refuse_other_data(before: Sequence[Outcome], outcome: Outcome) -> None:
         )
 
 
-def _read_outcome(folder: Path) -> str | None:
-    """Return why a trial failed, nothing where it finished, None where it isn't done."""
-    path = folder / OUTCOME_FILE
-    try:
-        error: str = fit(str, read_object(path)["error"], where="error")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path}: can't be read: {error}; delete it to train the trial again") from error
-    return error
-
-
-def _write_outcome(outcome: Outcome) -> None:
-    try:
-        outcome.folder.mkdir(parents=True, exist_ok=True)
-        replace_text(outcome.folder / OUTCOME_FILE, json.dumps({"error": outcome.error}) + "\n")
-    except OSError as error:
-        raise MachineError(f"{outcome.folder}: the outcome can't be written: {error}; free some space there") from error
-
-
 def best_of(outcomes: Sequence[Outcome], metric: str) -> Outcome | None:
     """Return the finished trial that is best on the dev set, the first of equals; None where none finished."""
-    finished = [each for each in outcomes if each.dev is not None]
-    return max(finished, key=lambda each: dev_value(each, metric), default=None)
+    finished = [outcome for outcome in outcomes if outcome.dev is not None]
+    return max(finished, key=lambda outcome: dev_value(outcome, metric), default=None)
 
 
 def dev_value(outcome: Outcome, metric: str) -> float:
@@ -277,4 +370,182 @@ def dev_value(outcome: Outcome, metric: str) -> float:
 
 def dev_metric(outcomes: Sequence[Outcome], metric: str) -> str:
     """Return what decides on the dev set: the metric, or the first one of a set that is measured otherwise."""
-    return next((each.dev.deciding(metric) for each in outcomes if each.dev is not None), metric)
+    return next((outcome.dev.deciding(metric) for outcome in outcomes if outcome.dev is not None), metric)
+
+
+class PlanFailedError(VembedError):
+    """A training can't be planned or tried; the message is the last line that it printed."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = ExitCode(code) if code in {*ExitCode} else ExitCode.ENVIRONMENT
+
+
+@dataclass(frozen=True, slots=True)
+class TrainProcess:
+    """Trains a trial with `vembed train`, in a process of its own whose output goes into a log beside its folder."""
+
+    config: Path | None  # the file that the user named
+    overrides: Sequence[str]  # those that the user wrote
+    poll: Callable[[], None]  # raises where a signal asked to stop
+
+    def __call__(self, trial: Trial, folder: Path) -> str:
+        """Train, and return why it failed; nothing where it finished.
+
+        A process that the system killed, most often for memory, gets a second try from its last checkpoint.
+
+        Raises:
+            PreemptedError: A signal asked it to stop.
+            TryAgainError: The configuration or the machine is why it failed.
+            FolderInUseError: Another process keeps writing in the folder.
+        """
+        self._wait_for(folder)
+        log = folder.with_name(f"{folder.name}.log")
+        words = self.words({**trial.choice, **trial.overrides, **_run_settings(folder)})
+        begin = _size(log)  # an earlier try wrote into the same log; its last words aren't the reason of this failure
+        code = self._run(words, log)
+        if code == -signal.SIGKILL:
+            _log.warning("%s was killed, perhaps for lack of memory; one more try from its last checkpoint", folder)
+            begin = _size(log)
+            code = self._run(words, log)
+        if code in _STOPPED:
+            raise PreemptedError(f"{folder.name} was stopped by a signal; {GO_ON}")
+        if code in _OUTSIDE:
+            raise TryAgainError(_reason(code, log, begin))
+        return "" if code == ExitCode.OK else _reason(code, log, begin)
+
+    def words(self, settings: Mapping[str, str], *options: str) -> list[str]:
+        """Return the command of a training with some settings in place of the user's own."""
+        overrides = [f"{key}={value}" for key, value in settings.items()]
+        replaced = _keys(overrides)
+        # The loader refuses a key that is set twice, so what the trial sets goes out of the user's words.
+        kept = [override for override in self.overrides if not _keys([override]) & replaced]
+        file = [] if self.config is None else [str(self.config)]
+        command = [sys.executable, "-m", "vembed", "train", *file, *options]
+        return [*command, "--config_override", *kept, *overrides]
+
+    def steps(self, trial: Trial) -> int:
+        """Return the optimizer steps of a trial, as its plan has them.
+
+        Raises:
+            PreemptedError: A signal asked to stop.
+            PlanFailedError: It can't be planned.
+        """
+        with tempfile.TemporaryDirectory(prefix="vembed-sweep-") as work:
+            folder = Path(work, "plan")
+            self._run_or_raise(self.words({**trial.choice, **_run_settings(folder)}, "--plan"), Path(work, "log"))
+            steps: int = fit(int, read_object(folder / "plan.json")["steps"], where="steps")
+            return steps
+
+    def seconds(self, trial: Trial) -> float:
+        """Return about how long a trial takes: a short run of it, and its further steps at the same speed.
+
+        Raises:
+            PreemptedError: A signal asked to stop.
+            PlanFailedError: It can't be run.
+        """
+        steps = min(PROBE_STEPS, trial.steps)
+        short = {"max_steps": str(steps), "warmup_steps": "null", "bm25": "false", "report_to": "none"}
+        with tempfile.TemporaryDirectory(prefix="vembed-sweep-") as work:
+            folder, began = Path(work, "run"), time.monotonic()
+            self._run_or_raise(self.words({**trial.choice, **short, **_run_settings(folder)}), Path(work, "log"))
+            whole = time.monotonic() - began
+            # The fastest step: the first one also compiles kernels and fills caches.
+            step_seconds = min(float(row["step_seconds"]) for row in read_rows(folder / "metrics.jsonl"))
+        return whole + step_seconds * (trial.steps - steps)
+
+    def _run_or_raise(self, words: Sequence[str], log: Path) -> None:
+        code = self._run(words, log)
+        if code in _STOPPED:
+            raise PreemptedError(f"stopped by a signal; {GO_ON}")
+        if code != ExitCode.OK:
+            raise PlanFailedError(_reason(code, log), code)
+
+    def _run(self, words: Sequence[str], log: Path) -> int:
+        """Run a command until it ends; a signal to this process stops it too."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            child = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # a terminal's signals come through this process, once
+                preexec_fn=_end_with_parent(),
+            )
+            try:
+                while child.poll() is None:
+                    self.poll()
+                    with suppress(subprocess.TimeoutExpired):
+                        child.wait(POLL_SECONDS)
+            except BaseException:
+                child.send_signal(signal.SIGTERM)
+                child.wait()  # until it has saved its checkpoint: the same command continues from there
+                raise
+        return child.returncode
+
+    def _wait_for(self, folder: Path) -> None:
+        """Wait until the process of a sweep that was killed has left the folder.
+
+        Raises:
+            FolderInUseError: It doesn't.
+        """
+        until, is_logged = time.monotonic() + WAIT_SECONDS, False
+        while folder.exists():
+            try:
+                with hold_output(folder):
+                    return
+            except FolderInUseError:
+                if time.monotonic() > until:
+                    raise
+            if not is_logged:
+                _log.info("waiting for the process that still writes in %s", folder)
+                is_logged = True
+            self.poll()
+            time.sleep(POLL_SECONDS)
+
+
+def _run_settings(folder: Path) -> dict[str, str]:
+    """Return the settings that make a run one of a sweep: in a folder of its own, and continued where it stopped."""
+    quoted = "'" + str(folder).replace("'", "''") + "'"  # a path may look like a number, or open a list
+    return {"output_dir": quoted, "resume": "auto", "overwrite_output_dir": "false", "seeds": "null"}
+
+
+def _keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys that overrides set, a part of a mapping as `key.part`."""
+    entries = read_overrides(overrides).settings
+    names = [(name, entry.part) for entry in entries for name in targets(entry.name)]
+    return {name if part is None else f"{name}.{part}" for name, part in names}
+
+
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.exists() else 0
+
+
+def _reason(code: int, log: Path, begin: int = 0) -> str:
+    """Return why a process failed: its last line that begins with "error: ", else its last line.
+
+    Args:
+        begin: Size in bytes that the log had before the process.
+    """
+    with log.open(encoding="utf-8", errors="replace") as file:
+        file.seek(begin)
+        lines = [line.rstrip() for line in deque(file, maxlen=_LOG_LINES) if line.strip()]
+    last = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "no word")
+    how = f"killed by {signal.Signals(-code).name}: " if code < 0 else ""
+    return redact(cut(how + re.sub(r"^error: ", "", last), 500))
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """Return what makes a child get a SIGTERM when its parent ends; None where the system can't."""
+    if not sys.platform.startswith("linux"):
+        return None
+    # Everything is looked up before the fork: an import in the child may wait for a lock that no thread there holds.
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it ended in between
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return ask

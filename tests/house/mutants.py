@@ -128,8 +128,8 @@ MUTANTS = (
     Mutant(
         "dual: SigLIP's texts not padded",
         "models/dual.py",
-        "        if self.pads_texts:\n            ids = Ragged",
-        "        if False:\n            ids = Ragged",
+        "        if self.pads_texts:  # SigLIP",
+        "        if False:  # SigLIP",
         "dual and siglip",
     ),
     Mutant(

@@ -25,6 +25,7 @@ from vembed.models.keys import ModelKeys
 from vembed.models.measure import ProfileTarget
 from vembed.models.profile import profile_model
 from vembed.models.vision_language import VisionLanguageEncoder
+from vembed.models.vision_language_families import VisionLanguageFamily
 from vembed.registry import FAMILIES, plugin_lines
 
 if TYPE_CHECKING:
@@ -109,10 +110,12 @@ def test_it_is_planned_told_and_read_back_like_ours(model: Path, tmp_path: Path)
     assert torch.equal(torch.cat(embed(load(tmp_path / "saved"), items)), torch.cat(embed(encoder, items)))
 
 
-def test_a_family_without_a_type_or_with_one_of_ours_is_refused() -> None:
+def test_a_family_that_lacks_a_fact_or_has_a_type_of_ours_is_refused() -> None:
     family = type("Nameless", (FAMILIES.load("internvl"),), {"model_type": ""})
-    with pytest.raises(ConfigError, match=r"family Nameless: no config\.json means it; state model_type in the class"):
+    with pytest.raises(ConfigError, match="family Nameless: state model_type in the class"):
         vembed.register_family(family)
+    with pytest.raises(ConfigError, match="family Bare: state model_type, name, hidden_states in the class"):
+        vembed.register_family(type("Bare", (VisionLanguageFamily,), {}))
     family.model_type = "qwen3_vl"
     with pytest.raises(ConfigError, match=r"vision-language family 'qwen3_vl' of .* is already that of vembed"):
         vembed.register_family(family)

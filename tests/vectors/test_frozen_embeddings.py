@@ -154,7 +154,7 @@ def test_after_the_first_time_no_picture_is_encoded_or_decoded(site: Site, monke
     encoder = new_encoder()
     found = site.find(encoder)
     watched = Watched(encoder)
-    monkeypatch.setattr(encoder, "_pixels_of", lambda images: pytest.fail("a picture was decoded"))
+    monkeypatch.setattr(encoder, "featurize_pictures", lambda images: pytest.fail("a picture was decoded"))
     assert train(site, encoder, found) == first
     assert watched.calls.keys() == {"texts"}
 

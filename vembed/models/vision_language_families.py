@@ -65,10 +65,12 @@ def register_family(family: FamilyClass) -> FamilyClass:
         family: Its `model_type` is that of the models' config.json.
 
     Raises:
-        ConfigError: It states none, or there is such a family.
+        ConfigError: It lacks something that every family states, or there is such a family.
     """
-    if not getattr(family, "model_type", ""):
-        raise ConfigError(f"family {family.__name__}: no config.json means it; state model_type in the class")
+    missing = [fact for fact in ("model_type", "name") if not getattr(family, fact, "")]
+    missing += sorted(family.__abstractmethods__)
+    if missing:
+        raise ConfigError(f"family {family.__name__}: state {', '.join(missing)} in the class")
     FAMILIES.register(family.model_type, family, module=family.__module__)
     return family
 
@@ -83,9 +85,7 @@ class VisionLanguageFamily(ABC):
     vision: ClassVar[str] = "vision_tower"
     merger: ClassVar[tuple[str, ...]] = ("multi_modal_projector",)  # turns patches into tokens of the language model
     language: ClassVar[str] = "language_model"
-    taps: ClassVar[str] = (
-        ""  # attribute of `vision`: the layers of which the language model's first layers take vectors
-    )
+    taps: ClassVar[str] = ""  # attribute of `vision`: its layers whose vectors the language model's first layers add
     causal: ClassVar[bool] = True  # every token sees those before it and no other
 
     # How items are read, unless the user or a model's folder says otherwise.

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from encoder_cases import items_of
-from encoder_contract import assert_all_trainable_move, assert_same_gradients, embed, engine_step, plain_step
 from model_cases import load_any
 from picture_cases import opened
 from transformers import AutoModel, AutoProcessor
@@ -27,6 +25,14 @@ from vembed.models.profile import profile_model
 from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_language_families import VisionLanguageFamily
 from vembed.registry import FAMILIES, plugin_lines
+from vembed.testing.encoders import (
+    assert_all_trainable_move,
+    assert_same_gradients,
+    embed,
+    engine_step,
+    items_of,
+    plain_step,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

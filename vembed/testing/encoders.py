@@ -453,6 +453,7 @@ class EncoderContract:
     def test_reload_gives_the_same_bits(self, case: EncoderCase, folder: Path, tmp_path: Path) -> None:
         encoder = case.load(folder, dtype=torch.float32)
         before = embed_both_sides(encoder)
+        # Moved first: a `load` that ignored what `save` wrote would give the old vectors.
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in encoder.parameters():
@@ -521,6 +522,7 @@ class EncoderContract:
         encoder = case.load(folder).train()
         loss, expected = plain_step(encoder)
         assert_all_trainable_move(encoder, expected, but=case.without_gradient)
+        # From replaying every chunk to keeping every graph: dropout's masks must be those of the first pass.
         for retain in (0.0, 0.5, 1.0):
             result, gradients = engine_step(encoder, retain=retain)
             assert result.num_chunks >= 3
@@ -531,6 +533,7 @@ class EncoderContract:
     def test_one_step_lowers_the_loss(self, case: EncoderCase, folder: Path) -> None:
         encoder = case.load(folder)
         result, gradients = engine_step(encoder)
+        # A step along the gradient that lowers the loss by a thousandth of it, to first order.
         squared = sum(float(gradient.square().sum()) for gradient in gradients.values())
         with torch.no_grad():
             for name, gradient in gradients.items():
@@ -555,6 +558,7 @@ class EncoderContract:
             weighted_sum(encoder).backward()
         gradients = take_gradients(encoder)
         slope = float(sum((gradients[name] * direction[name]).sum() for name in gradients))
+        # Central, so that the error falls with the square of the step; in float64 rounding leaves ten digits of it.
         step, ends = 1e-6, []
         for sign in (1.0, -1.0):
             with torch.no_grad():
@@ -584,6 +588,7 @@ class EncoderContract:
             with pytest.raises(ConfigError):
                 add_adapters(encoder, AdapterKeys())
             return
+        # B begins at zero, so that new adapters change nothing; woken ones must change every comparison below.
         plain = embed_both_sides(encoder)
         add_adapters(encoder, AdapterKeys(lora_r=2, lora_dropout=0.1))
         assert difference(embed_both_sides(encoder), plain) < 1e-12

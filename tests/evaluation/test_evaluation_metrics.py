@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import log2
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -150,6 +150,22 @@ def test_a_registered_metric_is_scored_beside_ours() -> None:
     assert scored["ndcg@3"] == score_run(run, qrels, (3,))["ndcg@3"]
     with pytest.raises(ConfigError, match=r"'ndcg' .* is already that of vembed"):
         vembed.register_metric(ndcg)
+
+
+@pytest.mark.usefixtures("plugin_metrics")
+def test_metrics_stand_in_a_fixed_order_those_of_plugins_as_they_were_registered() -> None:
+    def named(name: str) -> Any:
+        def metric(ranked: Sequence[int], judged: Sequence[int], k: int) -> float:
+            return 0.0
+
+        metric.__name__ = name
+        return metric
+
+    plugins = [f"metric_{letter}" for letter in "zaymbx"]
+    for name in plugins:
+        vembed.register_metric(named(name))
+    ours = ["ndcg", "recall", "precision", "map", "hit", "mrr"]
+    assert [name.partition("@")[0] for name in score_run({}, {"q": {"a": 1}}, (1,))] == [*ours, *plugins]
 
 
 @pytest.mark.usefixtures("plugin_metrics")

@@ -385,3 +385,26 @@ def test_languages_are_codes() -> None:
 def test_the_same_facts_give_the_same_text(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "first")
     assert card_of(folder) == card_of(folder)
+
+
+def test_an_example_of_the_training_rows_stays_with_the_run(tmp_path: Path) -> None:
+    facts = [("training records", "840"), ("example", "a patient's letter")]
+    run = gather_run(write_run(tmp_path / "run"), config=CONFIG, data_facts=facts, environment={})
+    assert run.data_facts == (("training records", "840"),)
+
+
+def test_hit_stands_only_where_it_tells_more_than_recall(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for name, value in (("baseline", 0.3), ("final", 0.6)):
+        one = result("test.jsonl", value)
+        per_query = {**one.per_query, "hit@1": one.per_query["recall@1"]}
+        metrics = {**one.metrics, "hit@1": one.metrics["recall@1"]}
+        write_evaluation(folder / "evaluation" / name, replace(one, metrics=metrics, per_query=per_query))
+    assert "hit@1" not in [metric.name for metric in gathered(folder).sets[0].metrics]
+    several = replace(one, metrics={**metrics, "hit@1": 0.9}, per_query=per_query)  # several relevant documents
+    write_evaluation(folder / "evaluation" / "final", several)
+    assert "hit@1" in [metric.name for metric in gathered(folder).sets[0].metrics]
+
+
+def test_a_path_below_another_is_found_whole() -> None:
+    assert without_paths("read /a b/c d.txt.", known=["/a b", "/a b/c d.txt"]) == "read c d.txt."

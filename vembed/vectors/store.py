@@ -366,7 +366,11 @@ def _read_blocks(folder: Path, key: Key, file: RowFile) -> _Saved:
         num_bytes = (folder / file.name).stat().st_size
         with (folder / file.name).open("rb") as rows:
             header = rows.read(len(file.header(1, 1)))
-            header_rows, dim = _shape(header) if header else (0, 1)
+            header_rows, dim = 0, 1
+            if header:
+                numpy_file = BytesIO(header)
+                np.lib.format.read_magic(numpy_file)
+                (header_rows, dim), _, _ = np.lib.format.read_array_header_1_0(numpy_file)
             saved = saved._replace(dim=dim)
             for line in lines:
                 block = json.loads(line)
@@ -390,14 +394,6 @@ def _read_blocks(folder: Path, key: Key, file: RowFile) -> _Saved:
 def _read_lines(folder: Path) -> list[bytes]:
     """Return the lines of the head and of the blocks of a set, without a last one that a kill has cut."""
     return (folder / BLOCKS_FILE).read_bytes().split(b"\n")[:-1]
-
-
-def _shape(header: bytes) -> tuple[int, int]:
-    """Return the shape in the beginning of a numpy file."""
-    file = BytesIO(header)
-    np.lib.format.read_magic(file)
-    (num_rows, dim), _, _ = np.lib.format.read_array_header_1_0(file)
-    return num_rows, dim
 
 
 def _lengths(blocks: Sequence[dict[str, Any]]) -> NDArray[np.int64] | None:

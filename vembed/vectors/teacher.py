@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Encoder
     from vembed.models.keys import ModelKeys
     from vembed.plan.devices import Devices
-    from vembed.vectors.items import SideItems
     from vembed.vectors.provenance import Key
 
 ROWS_AT_ONCE = 256
@@ -161,7 +160,12 @@ class EmbeddingTeacher:
         self._load = cache(lambda: load_encoder(keys, image_limits=limits))
         self._sides: list[StoredSide] = []  # once it is known what it is
         outline = load_encoder(keys, image_limits=limits, with_weights=False)
-        _refuse_unfit(outline, self._items)
+        refuse_several_vectors(outline)
+        if strange := {each.modality for each in self._items} - outline.modalities:
+            raise ConfigError(
+                f"teacher_model_name: {outline.name} takes {modality_words(outline.modalities)}, and the training data "
+                f"hold {modality_words(strange)}; name a teacher that takes both"
+            )
         self.num_bytes = 4 * outline.dimension * sum(map(len, self._items))
         self.note = self._cost(outline, devices)
 
@@ -208,16 +212,6 @@ class EmbeddingTeacher:
             f"{show_bytes(sum(each.nbytes for each in parameters))} on each device until step 1) encodes {items} once, "
             f"before step 1: {show_count(num_tokens)} tokens, roughly {seconds:.0f} s; {show_bytes(self.num_bytes)} of "
             f"vectors go to {self._folder}"
-        )
-
-
-def _refuse_unfit(outline: Encoder, items: Sequence[SideItems]) -> None:
-    refuse_several_vectors(outline)
-    strange = {each.modality for each in items} - outline.modalities
-    if strange:
-        raise ConfigError(
-            f"teacher_model_name: {outline.name} takes {modality_words(outline.modalities)}, and the training data "
-            f"hold {modality_words(strange)}; name a teacher that takes both"
         )
 
 

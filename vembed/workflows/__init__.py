@@ -1,4 +1,4 @@
-"""Jobs around training, a folder each: compare runs, check data, look at the machine, merge, search, sweep, publish.
+"""Jobs around training: compare runs, check data, look at the machine, mine, merge, search, sweep, publish.
 
 They use a finished model, a run's folder or rows, and train only by starting `vembed train`. Training knows none of
 them, and of each other sweeps alone know comparisons.

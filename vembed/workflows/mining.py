@@ -90,25 +90,23 @@ def write_rows(
         DataError: A picture can't stand in such a file.
         MachineError: The file can't be written.
     """
-    write = _write_jsonl if path.suffix == ".jsonl" else partial(_write_parquet, lists_grades=lists_grades)
     blocks = partial(_blocks, records, task, mined, source, replaces=replaces, lists_grades=lists_grades)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as temporary:
-            write(temporary, blocks, poll)
+            if path.suffix == ".parquet":
+                _write_parquet(temporary, blocks, poll, lists_grades=lists_grades)
+            else:
+                with temporary.open("w", encoding="utf-8", newline="\n") as file:
+                    for rows in blocks():
+                        poll()
+                        file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
             before()
     except Exception as error:
         refused = error if isinstance(error, OSError) else disk_error(error)
         if refused is None:
             raise
         raise MachineError(f"{path} can't be written: {refused}; free some space there") from error
-
-
-def _write_jsonl(path: Path, blocks: Blocks, poll: Callable[[], None]) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        for rows in blocks():
-            poll()
-            file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
 
 
 def _write_parquet(path: Path, blocks: Blocks, poll: Callable[[], None], *, lists_grades: bool) -> None:

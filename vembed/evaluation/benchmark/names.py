@@ -58,7 +58,7 @@ def set_labels(names: Sequence[str], paths: Sequence[str]) -> list[str]:
 
 def unique_folders(labels: Sequence[str], *, taken: Sequence[str] = ()) -> list[str]:
     """Return a plain folder name for each label; where two labels would share one, a short hash keeps them apart."""
-    plain = [_plain(label) for label in labels]
+    plain = [re.sub(r"[^A-Za-z0-9.-]+", "_", label).strip("._") or "model" for label in labels]
     counts = Counter([*plain, *taken])
     return [
         f"{name}-{hashlib.sha256(label.encode()).hexdigest()[:8]}" if counts[name] > 1 else name
@@ -81,8 +81,3 @@ def _last_parts(own: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> tupl
     while any(other[-length:] == own[-length:] for other in others) and length < len(own) - 1:
         length += 1
     return own[-length:]
-
-
-def _plain(name: str) -> str:
-    """Return a name with anything but plain characters replaced."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("._") or "model"

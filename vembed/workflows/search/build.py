@@ -451,7 +451,10 @@ def _write_vectors(
     assert encode.encoder.multi_vector or num_vectors == written.num_documents
     if written.num_pictures:
         # The first copy, not the first picture: the originals may be gone when the index is opened. All ranks encode.
-        probes = values_of(encode(_probes(folder, encode), side))
+        small = ThumbnailReader(folder / THUMBNAILS_FILE, folder / OFFSETS_FILE)
+        items_of_probes: list[Item] = [Image("the first thumbnail", small.read(small.first())), PROBE_TEXT]
+        takes_texts = "text" in encode.encoder.modalities
+        probes = values_of(encode(items_of_probes if takes_texts else items_of_probes[:1], side))
         if ranks.is_first:
             np.save(folder / PROBE_FILE, probes.astype("<f4", copy=False))
     return num_vectors, num_truncated
@@ -535,10 +538,3 @@ def _copies(folder: Path, written: Written, corpus: Corpus, encode: ItemEncoder)
     items.finish()
     _link(store.path(items) / BYTES.name, folder / THUMBNAILS_FILE)
     _link(store.path(items) / STORED_OFFSETS_FILE, folder / OFFSETS_FILE)
-
-
-def _probes(folder: Path, encode: ItemEncoder) -> list[Item]:
-    """Return items that tell the model by their vectors where there are pictures."""
-    copies = ThumbnailReader(folder / THUMBNAILS_FILE, folder / OFFSETS_FILE)
-    first = Image("the first thumbnail", copies.read(copies.first()))
-    return [first, PROBE_TEXT] if "text" in encode.encoder.modalities else [first]

@@ -394,20 +394,11 @@ class Searcher:
         examples: dict[str, None] = {}  # an ordered set
         for first in self.example_rows():
             rows = range(first, min(first + LOOKED_AT, len(self)))
-            lines = [line for row in rows if (line := _line(self.index.document(row).text))]
-            new = [line for line in lines if line not in examples]
+            # On one line; of a text of megabytes no more than is looked at.
+            lines = [" ".join(self.index.document(row).text[: 8 * EXAMPLE_CHARACTERS].split()) for row in rows]
+            new = [line for line in lines if line and line not in examples]
             whole = next((line for line in new if len(line) <= EXAMPLE_CHARACTERS), None)
             if new:
-                examples[whole or _beginning(new[0])] = None
+                cut = new[0][:EXAMPLE_CHARACTERS]
+                examples[whole or (cut.rpartition(" ")[0] or cut).rstrip(" ,;:.-")] = None
         return list(examples)
-
-
-def _line(text: str) -> str:
-    """Return a text on one line; of a long one no more than is looked at."""
-    return " ".join(text[: 8 * EXAMPLE_CHARACTERS].split())
-
-
-def _beginning(line: str) -> str:
-    """Return the first words of a line that is too long."""
-    cut = line[:EXAMPLE_CHARACTERS]
-    return (cut.rpartition(" ")[0] or cut).rstrip(" ,;:.-")

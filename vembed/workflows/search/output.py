@@ -1,4 +1,4 @@
-"""Where the vectors of a corpus go: the form that the output has, and what may stand there already."""
+"""The output of a corpus's vectors: the form that it has, and what may stand there already."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class SearchServer(ThreadedWSGIServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """Address of the page."""
         return f"http://{ADDRESS}:{self.port}/"
 
     def response(self, status: int, answer: Answer) -> Response:
@@ -245,8 +245,10 @@ class SearchServer(ThreadedWSGIServer):
             abort(HTTPStatus.LENGTH_REQUIRED, "A form says how long it is.")
         limit = self._searcher.limits.max_bytes
         if request.content_length > limit + FORM_BYTES:
-            # A browser that is still sending shows a reset connection, not an answer that came before its last byte.
-            _drain(request)
+            # Read and dropped: a browser shows no answer before it has sent everything.
+            for _ in range(DRAINED_BYTES // BLOCK_BYTES):
+                if not request.stream.read(BLOCK_BYTES):
+                    break
             abort(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The picture is over the limit of {limit:,} bytes.")
         if request.mimetype != FORM_TYPE:
             abort(HTTPStatus.BAD_REQUEST, f"A picture is sent as {FORM_TYPE}.")
@@ -284,7 +286,9 @@ class SearchServer(ThreadedWSGIServer):
         content = sent.read() if sent is not None else b""
         if sent is None or not (sent.filename or content):  # a browser sends neither where nothing was chosen
             abort(HTTPStatus.BAD_REQUEST, "No picture was chosen.")
-        return _question(fields, Image(_file_name(sent.filename or ""), content))
+        # Browsers of old send the whole path; shown is the last part, of either kind of system.
+        name = re.split(r"[/\\]", " ".join((sent.filename or "").splitlines()))[-1][:MAX_NAME_CHARACTERS] or "picture"
+        return _question(fields, Image(name, content))
 
     def _found(self, question: _Question) -> Answer:
         """Search; what can't be searched for is an HTTPException."""
@@ -372,18 +376,6 @@ def _question(fields: MultiDict[str, str], picture: Image | None = None) -> _Que
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
-
-
-def _file_name(name: str) -> str:
-    """Return what a sender calls its file, for people: without folders."""
-    return re.split(r"[/\\]", " ".join(name.splitlines()))[-1][:MAX_NAME_CHARACTERS] or "picture"
-
-
-def _drain(request: Request) -> None:
-    """Read what is refused and drop it: a browser shows no answer before it has sent everything."""
-    for _ in range(DRAINED_BYTES // BLOCK_BYTES):
-        if not request.stream.read(BLOCK_BYTES):
-            return
 
 
 def serve_until_signal(searcher: Searcher, port: int) -> None:

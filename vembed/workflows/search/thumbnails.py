@@ -43,7 +43,20 @@ def make_thumbnail(images: Sequence[Image], limits: ImageLimits) -> bytes:
     Raises:
         ImageError: One can't be decoded.
     """
-    bitmap = _side_by_side([_small(image, limits) for image in images])
+    bitmaps = []
+    for image in images:
+        decoded = decode_image(image, limits)
+        decoded.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), Resampling.LANCZOS, reducing_gap=2.0)
+        bitmaps.append(decoded)
+    bitmap = bitmaps[0]
+    if len(bitmaps) > 1:  # in a row, on white
+        bitmap = PIL.Image.new(
+            "RGB", (sum(part.width for part in bitmaps), max(part.height for part in bitmaps)), "white"
+        )
+        left = 0
+        for part in bitmaps:
+            bitmap.paste(part, (left, 0))
+            left += part.width
     bitmap.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), Resampling.LANCZOS)
     if bitmap.getcolors(DRAWING_COLOURS) is not None:
         drawing = _webp(bitmap, lossless=True)
@@ -57,24 +70,6 @@ def make_thumbnail(images: Sequence[Image], limits: ImageLimits) -> bytes:
         if len(copy) <= THUMBNAIL_BYTES:
             break
     return copy
-
-
-def _small(image: Image, limits: ImageLimits) -> Bitmap:
-    bitmap = decode_image(image, limits)
-    bitmap.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), Resampling.LANCZOS, reducing_gap=2.0)
-    return bitmap
-
-
-def _side_by_side(bitmaps: Sequence[Bitmap]) -> Bitmap:
-    """Return pictures in a row, on white."""
-    if len(bitmaps) == 1:
-        return bitmaps[0]
-    row = PIL.Image.new("RGB", (sum(each.width for each in bitmaps), max(each.height for each in bitmaps)), "white")
-    left = 0
-    for each in bitmaps:
-        row.paste(each, (left, 0))
-        left += each.width
-    return row
 
 
 def _webp(bitmap: Bitmap, *, quality: int = 80, lossless: bool = False) -> bytes:

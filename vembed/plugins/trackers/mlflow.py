@@ -58,6 +58,7 @@ class MlflowTracker(HostedTracker):
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         existing = client.get_experiment_by_name(name)
         experiment = client.create_experiment(name) if existing is None else existing.experiment_id
+        # By a tag: a start that ended before its first step has an id and no run.
         known = client.search_runs([experiment], f"tags.`{ID_TAG}` = '{run_id}'") if self.resume_step else []
         if known:
             client.update_run(known[0].info.run_id, status="RUNNING")

@@ -222,7 +222,14 @@ def compare_runs(
         )
     runs, more = _baseline_first(runs, is_named=baseline is not None)
     first, others = runs[0], runs[1:]
-    metric = _metric(first, metric)
+    if first.is_finished:
+        final = first.sets[0].final
+        if metric is not None and metric not in final.per_query:
+            known = ", ".join(sorted(final.per_query))
+            raise ConfigError(f"{first.name} has no metric {metric} by query; it has: {known}")
+        # What chose the baseline's checkpoint; a set of graded pairs decides by a metric of its own.
+        metric = metric or final.deciding(first.metric)
+    metric = metric or first.metric
     changes, task, changes_note = _changes(first, others, metric)
     tables = set_tables(first, others, metric)
     pixels = first.config.get("max_image_pixels")
@@ -270,21 +277,6 @@ def _baseline_first(runs: list[Run], *, is_named: bool) -> tuple[list[Run], list
         return runs, ["No run has finished: there are no results to compare yet."]
     note = f"{first.name} hasn't finished, so {other.name} is the baseline."
     return [other, *(run for run in runs if run is not other)], [note]
-
-
-def _metric(baseline: Run, asked: str | None) -> str:
-    """Return the metric that runs are compared by.
-
-    Raises:
-        ConfigError: The baseline hasn't the metric that was asked for.
-    """
-    if not baseline.is_finished:
-        return asked or baseline.metric
-    final = baseline.sets[0].final
-    if asked is not None and asked not in final.per_query:
-        known = ", ".join(sorted(final.per_query))
-        raise ConfigError(f"{baseline.name} has no metric {asked} by query; it has: {known}")
-    return asked or final.deciding(baseline.metric)
 
 
 def set_tables(baseline: Run, others: Sequence[Run], metric: str) -> list[SetTable]:
@@ -472,6 +464,7 @@ def _changes(baseline: Run, others: Sequence[Run], metric: str) -> tuple[Sequenc
     if not partners:
         return (), None, ""
     task, why_not = load_task(baseline, result)
+    # A set that has changed or gone still names its queries: their ids stand where their texts would.
     if task is not None and task.grades:
         return (), task, ""  # nothing is searched: no model put a document first
     shown = task or RetrievalData(result.name, {}, {}, {})

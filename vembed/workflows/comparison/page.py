@@ -277,6 +277,7 @@ def costs_table(comparison: RunComparison) -> Table:
     def batch(cost: Cost) -> str:
         return "" if cost.global_batch_size is None else count_text(cost.global_batch_size)
 
+    # A row is a fact and a column a run: facts are few and known, runs may be many, and the table scrolls sideways.
     lines: dict[str, Callable[[Cost], str | Cell]] = {
         "Device": lambda cost: cost.device,
         "Strategy x processes": lambda cost: " x ".join(filter(None, (cost.strategy, str(cost.processes or "")))),
@@ -337,6 +338,7 @@ def overlays(comparison: RunComparison) -> list[Overlay]:
         curves = tuple((number, curve) for number, curve in enumerate(all_curves) if curve is not None)
         if not curves:
             continue
+        # Everything that a reader could take from the drawing wrongly is said below it.
         sentences = []
         if any(curve.mean_N is not None for _, curve in curves):
             faint = "; the values themselves are faint" if len(curves) <= FEW_RUNS else ""

@@ -124,6 +124,7 @@ def read_runs(paths: Sequence[Path | str], first: Path | str | None = None) -> t
     Raises:
         ConfigError: A path leads to no run.
     """
+    # By the folder itself, wherever links and relative paths come from: a run is read and compared once.
     begin = [] if first is None else _folders(first)[0][:1]
     folders: dict[Path, Path] = {}
     notes = []
@@ -162,6 +163,7 @@ def _folders(named: Path | str) -> tuple[list[Path], list[str]]:
         return runs, [f"{redact(str(other))} is passed over: it isn't a run." for other in others]
     if not is_folder(path):
         raise ConfigError(f"there is no folder {shown}{nearest_folder(path)}; name a run's output folder")
+    # A report, a model or the evaluations of a run name it as well: tab completion often ends there.
     for folder in (path, path.parent):
         if is_run(folder) and (folder == path or path.name in ("report", MODEL_FOLDER, "evaluation")):
             if is_file(folder / SEEDS_FILE):
@@ -193,7 +195,15 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _read_run(folder: Path, name: str) -> Run:
     notes: list[str] = []
-    config, plan = _read_config(folder / "config.yaml", notes), _read_json(folder / "plan.json", notes)
+    path, config = folder / "config.yaml", {}
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no keys")
+        config = {str(key): value for key, value in content.items()}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        notes.append(f"its {path.name} can't be read: {redact(str(error))}.")
+    plan = _read_json(folder / "plan.json", notes)
     has_report = is_file(folder / "report" / "report.json")
     report = _read_json(folder / "report" / "report.json", notes) if has_report else {}
     # A newer version may have changed the meaning of a key: its report isn't read, its metrics files are.
@@ -230,6 +240,7 @@ def _read_sets(
     folder: Path, config: Mapping[str, Any], report: Mapping[str, Any], notes: list[str]
 ) -> tuple[SetResult, ...]:
     """Return the results of the chosen model, that of the verdict first."""
+    # A run without test data has its verdict on the dev set; `evaluation/` itself holds the set of the verdict.
     hashes = report.get("data_hashes") or {}
     first = "test" if config.get("test_data_path") or "test" in hashes else "dev"
     below = folder / "evaluation"
@@ -266,18 +277,6 @@ def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
     return document
 
 
-def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the settings in config.yaml; of a file that is gone or broken none, and a note."""
-    try:
-        config = yaml.safe_load(path.read_text("utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it holds no keys")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        notes.append(f"its {path.name} can't be read: {redact(str(error))}.")
-        return {}
-    return {str(key): value for key, value in config.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class Difference:
     """A setting or a fact that isn't the same in all runs."""
@@ -290,6 +289,7 @@ def config_differences(runs: Sequence[Run]) -> list[Difference]:
     """Return the settings that differ between runs which know them."""
     settings = [run.settings for run in runs]
     differences = []
+    # A run that doesn't know a key, being older, doesn't differ in it; `unknown_keys` says that it is missing.
     for name in dict.fromkeys(name for values in settings for name in values if name not in OWN_KEYS):
         known = [values[name] for values in settings if name in values]
         # True equals 1 in Python, and isn't the same setting.
@@ -371,6 +371,7 @@ def cost_of(run: Run) -> Cost:
     settled = settled_rows(run.rows)  # without the first step, which compiles and fills caches
     seconds = [value for row in run.rows if math.isfinite(value := finite(row.get("step_seconds")))]
     peaks = [value for row in run.rows for key in PEAK_KEYS if math.isfinite(value := finite(row.get(key)))]
+    # The plan weighed several strategies; what it predicts for this run is that of the one it recommended.
     candidates = [candidate for candidate in run.plan.get("candidates") or [] if candidate.get("recommended")]
     parts = [
         candidate["bytes_per_device"] for candidate in candidates if isinstance(candidate.get("bytes_per_device"), dict)

@@ -149,6 +149,7 @@ def check_page(check: DataCheck, command: str) -> Page:
         ("Documents", count_text(len(source.documents))),
         *((f"{severity.capitalize()}s", count_text(check.count(severity))) for severity in SEVERITIES),
     ]
+    # Examples are a section of their own: the table above them stays short enough to be read at once.
     findings = [Section("findings", "Findings", [Note("No errors and no warnings.")])]
     if check.findings:
         examples = [block for finding in check.findings for block in example_blocks(finding)]
@@ -237,6 +238,7 @@ def write_json(path: Path, page: Page) -> None:
     Raises:
         MachineError: The file can't be written.
     """
+    # Not `render_json`, which escapes other scripts: a user reads the examples in this file.
     text = json.dumps(plain(page.document), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     write_files(path.parent, {path.name: text}, what="the check")
 

@@ -23,7 +23,7 @@ from vembed.plan.devices import OLDEST_TORCH, cpu_cores, cpu_memory_bytes
 from vembed.text import show_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 REQUIRED_PACKAGES = (
     "vembed", "torch", "transformers", "accelerate", "peft", "open_clip_torch", "datasets", "safetensors", "faiss-cpu",
@@ -151,6 +151,7 @@ def machine_facts(output: Path) -> MachineFacts:
         # Capability 8 (A100) is the first with bfloat16 in tensor cores; older ones emulate it, slower than float32.
         is_fast, capability = properties.major >= 8, f"{properties.major}.{properties.minor}"
         devices.append(Device(properties.name, total, free, is_fast, capability))
+    # Cores and memory that this process may use, beside those of the machine: in a container they differ.
     return MachineFacts(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
@@ -202,58 +203,56 @@ class Check:
 
 def check_machine(facts: MachineFacts, variables: Sequence[Check]) -> tuple[Check, ...]:
     """Return what isn't as it should be, problems first: `variables` are the answer of `odd_variables`."""
-    checks = [*_packages(facts), *_devices(facts), *_room(facts), *variables]
-    return tuple(sorted(checks, key=lambda check: check.level != "problem"))
+    checks: list[Check] = []
 
+    def say(level: Level, about: str, sentence: str) -> None:
+        checks.append(Check(level, about, sentence))
 
-def _packages(facts: MachineFacts) -> Iterator[Check]:
     missing = [name for name, version in facts.packages.items() if not version]
     if missing:
-        yield Check("problem", "packages", f"{', '.join(missing)} missing: pip install {' '.join(missing)}.")
+        say("problem", "packages", f"{', '.join(missing)} missing: pip install {' '.join(missing)}.")
+    # Of "2.15.0+cu130" the first two numbers; what follows a plus names the build.
     numbers = tuple(int(part) for part in re.findall(r"\d+", facts.packages.get("torch", ""))[:2])
     if numbers and numbers < OLDEST_TORCH:
-        yield Check("problem", "torch", f"{facts.packages['torch']} is too old: 2.11 or newer is needed.")
+        say("problem", "torch", f"{facts.packages['torch']} is too old: 2.11 or newer is needed.")
 
-
-def _devices(facts: MachineFacts) -> Iterator[Check]:
+    # A driver answers and torch sees nothing: a build without CUDA, or one that is newer than the driver.
     if not facts.devices and facts.driver:
         why = "torch is built without CUDA" if not facts.cuda else "torch can't use them"
-        yield Check(
-            "problem", "devices", f"The driver shows GPUs and {why}: install a CUDA build of torch that fits it."
-        )
+        say("problem", "devices", f"The driver shows GPUs and {why}: install a CUDA build of torch that fits it.")
     # In GiB: cards of one model may report slightly different bytes.
     kinds = {(device.name, device.memory_bytes >> 30) for device in facts.devices}
     if len(kinds) > 1:
         listed = ", ".join(sorted(f"{name} ({gib} GiB)" for name, gib in kinds))
-        yield Check("warning", "devices", f"They differ ({listed}): the slowest and the smallest set the pace of all.")
+        say("warning", "devices", f"They differ ({listed}): the slowest and the smallest set the pace of all.")
     for number, device in enumerate(facts.devices):
         taken = device.memory_bytes - device.free_bytes
         if taken > BUSY_SHARE * device.memory_bytes:
-            yield Check(
+            say(
                 "warning",
                 f"device {number}",
                 f"{show_bytes(taken)} of {show_bytes(device.memory_bytes)} are taken by another program: end it, or "
                 f"leave the device out with CUDA_VISIBLE_DEVICES.",
             )
 
-
-def _room(facts: MachineFacts) -> Iterator[Check]:
+    # Of shared memory the total counts: what is free now is free again when a program ends.
     shared, disk = facts.shared_memory, facts.disk
     if shared is not None and shared.total_bytes < SMALL_SHARED_MEMORY:
-        yield Check(
+        say(
             "warning",
             "shared memory",
             f"{shared.path} has {show_bytes(shared.total_bytes)}: data workers and NCCL may run out; start the "
             f"container with --shm-size=8g, or set num_workers: 0.",
         )
     if disk is not None and disk.free_bytes < SMALL_DISK:
-        level: Level = "problem" if disk.free_bytes < NO_DISK else "warning"
-        yield Check(
-            level,
+        say(
+            "problem" if disk.free_bytes < NO_DISK else "warning",
             "disk",
             f"{show_bytes(disk.free_bytes)} free for {disk.path}: checkpoints take three times the weights each; free "
             f"some, or set output_dir to another disk.",
         )
+    checks += variables
+    return tuple(sorted(checks, key=lambda check: check.level != "problem"))
 
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -268,6 +267,7 @@ def odd_variables(environment: Mapping[str, str], *, num_cores: int, num_gpus: i
     def odd(name: str, sentence: str) -> None:
         checks.append(Check("warning", name, sentence))
 
+    # "0" and an empty value switch them off, as NCCL and torch read them.
     for name, cost in _SLOW.items():
         if environment.get(name, "0") not in ("0", ""):
             odd(name, cost)

@@ -138,6 +138,7 @@ def check_this_rank(device: torch.device) -> SelfTest:
     ids = Ragged.from_rows([rng.integers(1, VOCABULARY, length) for length in rng.integers(2, 20, num_rows)])
     features = Features({"ids": ids}, ids.lengths)
     torch.manual_seed(0)
+    # In float64: rounding is then 1e-15, and a wrong factor can't hide in it.
     encoder = SmallEncoder().double().to(device)
     loss = InfoNCE(temperature=0.1, learn_temperature=True, bidirectional=True, dtype=torch.float64).to(device)
 
@@ -178,6 +179,7 @@ def _collective_error(ranks: Ranks, device: torch.device) -> float:
     summed = ranks.sum_own_block(blocks[:, None].repeat(1, 3)).cpu()
     total = ranks.sum_(torch.tensor([1.0 + ranks.rank], dtype=torch.float64, device=device)).cpu()
     largest = ranks.max_(torch.tensor([1.0 + ranks.rank], dtype=torch.float64, device=device)).cpu()
+    # Every rank knows what the others hold, so each result is compared with its closed form.
     errors = (
         (gathered - every).abs().max(),
         (summed - ranks.world_size * float(ranks.rank)).abs().max(),

@@ -59,6 +59,7 @@ class Choice:
     metric: str
     points: tuple[Point, ...]  # the first model alone comes first
 
+    # Found once: each question of a loss is a paired test on every guard set.
     @cached_property
     def chosen(self) -> Point:
         """The best on the target sets of those that lose on no guard set; the first model, where it is as good."""
@@ -146,6 +147,7 @@ def choose(
                 "precision": str(encode.autocast_dtype or "as loaded"),
             }
             path = folder / shown_weights(weights) / task.name.replace("/", "-")
+            # A result is taken again only for the same weights, method, precision and content of the set.
             stored, _ = read_stored(path, key, system=system)
             if stored is None:
                 mixture.take(weights, keys.method)

@@ -69,6 +69,7 @@ def merge_models(
     ]
     # Means of float32 weights, whatever is stored: rounding each model first would lose small differences.
     encoders = [load_encoder(model.model_copy(update={"torch_dtype": "float32"})).eval() for model in models]
+    # Hashing reads every weight: only results that are kept need to know whose they are.
     identities = tuple(digest(model_key(encoder)) for encoder in encoders) if keys.weights is None else ()
     mixture = Mixture(encoders, names)
     del encoders  # the mixture holds copies of their weights, and one encoder
@@ -83,6 +84,7 @@ def merge_models(
         facts = {"method": keys.method, "vembed": vembed.__version__, "torch": version("torch")}
         write_page(pages, merge_page(choice, names, facts, command))
         print(merge_headline(choice))
+    # The last mixture that was tried isn't the chosen one.
     mixture.take(weights, keys.method)
     title, record = redact(output.name), {"models": names, "weights": list(weights), "method": keys.method}
 

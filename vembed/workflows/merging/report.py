@@ -149,6 +149,7 @@ def merge_document(choice: Choice, models: Sequence[str], facts: Mapping[str, st
 
 def draw_mixtures(choice: Choice, *, name: str, label: str) -> Markup:
     """Draw the mean gain of each mixture on the targets over its loss on the guards, or over the others' weight."""
+    # Without guard sets nothing can be lost; the weight of the others then shows where the gain begins and ends.
     points = []
     for point in choice.points:
         targets, guards = choice.differences(point)

@@ -244,6 +244,7 @@ def _code_files(folder: Path) -> set[str]:
         settings = _settings(path)
         named += _texts(settings.get("auto_map")) if isinstance(settings, dict) else ()
     heads = {folder / f"{str(name).rpartition('--')[2].partition('.')[0]}.py" for name in named}
+    # With `trust_remote_code` others run what is sent: files that these don't import stay here.
     present = [head for head in heads if head.is_file()]
     return {Path(path).name for head in present for path in (str(head), *get_relative_import_files(head))}
 
@@ -280,6 +281,7 @@ def _refuse_private_words(folder: Path, files: tuple[str, ...], source: Path) ->
 
 def _local_path(text: str, *, is_settings: bool) -> str | None:
     """Return a path of a machine that a file tells of: a user's folder anywhere, and any absolute path as a setting."""
+    # Prose names paths as examples ("/usr/bin"); in settings an absolute path leads somewhere on this machine.
     match = _HOME.search(text)
     if match is not None or not is_settings:
         return match and match.group()

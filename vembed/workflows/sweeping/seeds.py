@@ -218,6 +218,7 @@ def seeds_table(report: SeedsReport) -> Table:
         text = f"{metric_text(comparison.candidate)} ({signed_text(comparison.difference)})"
         return Cell(text, f"{signed_text(comparison.low)} to {signed_text(comparison.high)}{scope}")
 
+    # A seed alone can say how sure its queries are, not how sure its seed is: that is in the last two rows.
     rows: list[list[str | Cell]] = []
     for seed, outcome in enumerate(report.outcomes):
         dev = metric_text(dev_value(outcome, report.metric))
@@ -269,6 +270,7 @@ def seeds_document(report: SeedsReport) -> dict[str, Any]:
 
 def draw_seeds(judged: SeedsVerdict, *, name: str, label: str) -> Markup:
     """Draw each seed before and after training, and the mean gain with its interval beside them."""
+    # The interval is that of the gain, so it hangs around the mean after training by its distances.
     comparison = judged.verdict.comparison
     with chart_axes(LARGE_INCHES) as (figure, axes):
         for before, after in zip(judged.baselines, judged.finals, strict=True):

@@ -162,6 +162,7 @@ def _parse(word: str) -> Tried:
     key, equals, text = (part.strip() for part in word.partition("="))
     if not equals or not key:
         raise ConfigError("write KEY=VALUE,VALUE, such as learning_rate=1e-5,2e-5")
+    # Refused in the order of what helps most: a misspelt key first, then one that can't be tried at all.
     name = key.partition(".")[0]
     for target in targets(name):
         if target not in fields():
@@ -173,7 +174,19 @@ def _parse(word: str) -> Tried:
         if affects(target) != "result":
             raise ConfigError(f"{target} decides nothing about the result")
     if (ends := _RANGE.fullmatch(text)) is not None:
-        return Tried(key, _range(key, *ends.groups()))
+        low, high = ends.groups()
+        try:
+            first, last = float(low), float(high)
+        except ValueError as error:
+            raise ConfigError("a range is two numbers, such as 1e-6..1e-4") from error
+        if not (math.isfinite(first) and math.isfinite(last) and first < last):
+            raise ConfigError("a range is two numbers, the smaller one first, such as 1e-6..1e-4")
+        # 1..5 of a key that takes any number is a range of fractions. The type of a part of a mapping isn't known.
+        has_fractions = any(
+            target in fields() and "float" in str(fields()[target].annotation) for target in targets(key)
+        )
+        is_whole = all(re.fullmatch(r"[-+]?\d+", end) for end in (low, high))
+        return Tried(key, Range(first, last, is_whole and not has_fractions))
     values = _split(text)
     if not all(values):
         raise ConfigError("a value is missing beside a comma; write '' for an empty text and null for none")
@@ -182,21 +195,10 @@ def _parse(word: str) -> Tried:
     return Tried(key, tuple(values))
 
 
-def _range(key: str, low: str, high: str) -> Range:
-    try:
-        first, last = float(low), float(high)
-    except ValueError as error:
-        raise ConfigError("a range is two numbers, such as 1e-6..1e-4") from error
-    if not (math.isfinite(first) and math.isfinite(last) and first < last):
-        raise ConfigError("a range is two numbers, the smaller one first, such as 1e-6..1e-4")
-    # 1..5 of a key that takes any number is a range of fractions. The type of a part of a mapping isn't known.
-    takes_fractions = any(target in fields() and "float" in str(fields()[target].annotation) for target in targets(key))
-    whole = all(re.fullmatch(r"[-+]?\d+", end) for end in (low, high))
-    return Range(first, last, whole and not takes_fractions)
-
-
 def _split(text: str) -> list[str]:
     """Split at the commas that stand outside of quotes and brackets."""
+    # A value may be a YAML list or mapping, or a quoted text with commas; a quote counts at the start of a value only,
+    # as an apostrophe inside a prompt is a letter.
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:

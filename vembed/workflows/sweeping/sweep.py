@@ -192,6 +192,7 @@ def _counted(trials: Sequence[Trial], process: TrainProcess, known: Mapping[str,
     planned: dict[tuple[tuple[str, str], ...], int] = {}
     counted = []
     for trial in trials:
+        # A plan takes seconds, as it reads the data: a grid over rates and temperatures needs one.
         deciding = tuple(
             (key, value) for key, value in trial.choice.items() if any(part in key for part in DECIDES_STEPS)
         )
@@ -203,11 +204,12 @@ def _counted(trials: Sequence[Trial], process: TrainProcess, known: Mapping[str,
 
 def _amount(keys: SweepKeys, trials: Sequence[Trial]) -> tuple[int, int, str]:
     """Return how many trainings there are, their steps in all, and a line that says so."""
+    # By the mean: which trials reach the later rounds, and what Optuna will suggest, isn't known yet.
     steps = [trial.steps for trial in trials]
     mean = sum(steps) / len(steps)
     rounds = rungs(len(trials))
     if keys.optuna:
-        count, total = keys.optuna, round(keys.optuna * mean)  # which it will suggest isn't known
+        count, total = keys.optuna, round(keys.optuna * mean)
     elif keys.halving:
         count = sum(size for size, _ in rounds)
         total = round(sum(size * share * mean for size, share in rounds))
@@ -273,6 +275,7 @@ def rungs(count: int) -> list[tuple[int, float]]:
 
     The last round has two trials and all steps; a round before has twice as many trials, and half of the steps.
     """
+    # From the last round back: 2 trials with all steps, 4 with a half, 8 with a quarter. Rounds cost about the same.
     sizes = [count]
     while sizes[-1] > 2:
         sizes.append(math.ceil(sizes[-1] / 2))
@@ -290,6 +293,7 @@ def shorter(trial: Trial, share: float, warmup_steps: int | None) -> Trial:
     steps = math.ceil(trial.steps * share)
     overrides = {**trial.overrides, "max_steps": str(steps)}
     if warmup_steps is not None:
+        # At least one step without warmup: the configuration refuses more.
         overrides["warmup_steps"] = str(min(math.ceil(warmup_steps * share), steps - 1))
     return replace(trial, name=f"{trial.name}_{steps}-steps", overrides=overrides, steps=steps)
 
@@ -338,13 +342,23 @@ def train_optuna(
     """
     optuna = import_optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # Written anew by every start: the outcomes that are read give the same suggestions again, in the same order.
     journal = folder / OPTUNA_FILE
     journal.unlink(missing_ok=True)
     backend = optuna.storages.journal.JournalFileBackend(str(journal))
     study = optuna.create_study(storage=optuna.storages.JournalStorage(backend), direction="maximize")
-    distributions = {entry.key: _distribution(optuna, entry) for entry in tried}
+    distributions = {}
+    for entry in tried:
+        values = entry.values
+        if not isinstance(values, Range):
+            distributions[entry.key] = optuna.distributions.CategoricalDistribution(list(_kept_values(entry)))
+        else:
+            kind = optuna.distributions.IntDistribution if values.whole else optuna.distributions.FloatDistribution
+            number = int if values.whole else float
+            distributions[entry.key] = kind(number(values.low), number(values.high), log=values.is_log)
     outcomes = []
     for number in range(1, count + 1):
+        # A sampler's own random state would be lost with the process.
         study.sampler = optuna.samplers.TPESampler(seed=seed + number)
         asked = study.ask(distributions)
         choice = {}
@@ -369,15 +383,6 @@ def import_optuna() -> Any:
         ConfigError: It isn't installed.
     """
     return import_extra("optuna", "optuna", "--optuna")
-
-
-def _distribution(optuna: Any, entry: Tried) -> Any:
-    values = entry.values
-    if not isinstance(values, Range):
-        return optuna.distributions.CategoricalDistribution(list(_kept_values(entry)))
-    if values.whole:
-        return optuna.distributions.IntDistribution(int(values.low), int(values.high), log=values.is_log)
-    return optuna.distributions.FloatDistribution(values.low, values.high, log=values.is_log)
 
 
 def _kept_values(entry: Tried) -> dict[str, str]:

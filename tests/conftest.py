@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_pool import RankPool
+from kit.ranks import RankPool
 
 os.environ["OMP_NUM_THREADS"] = "1"  # bit-equality holds for one thread count, in this process and its children
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -72,7 +72,7 @@ def bag(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of texts and pictures that knows the balls."""
-    from ball_cases import make_clip
+    from kit.balls import make_clip
 
     return make_clip(tmp_path_factory.mktemp("clip") / "clip")
 
@@ -80,7 +80,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def balls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of four pictures."""
-    from ball_cases import write_balls
+    from kit.balls import write_balls
 
     return write_balls(tmp_path_factory.mktemp("balls") / "balls")
 

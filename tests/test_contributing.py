@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from warm_process import run_warm
+from kit.warm import run_warm
 
 if TYPE_CHECKING:
     import subprocess

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ball_cases import write_balls
+from kit.balls import write_balls
 
 from vembed.entrypoints import encode, search
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import PIL.Image
 import pytest
-from ball_cases import COLOURS, ball, bomb, caption
+from kit.balls import COLOURS, ball, bomb, caption
 
 import vembed
 from vembed.batch import Composed, Image

@@ -27,7 +27,7 @@ from vembed.distributed.shards import Block
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
     from spread_cases import Kind
     from torch import Tensor
 

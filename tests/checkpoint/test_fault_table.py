@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoint_cases import STAMP, names_in, tensors_of
 from fault_cases import FAULTS, LOST_THE_OTHER, MET, NOT_ASKED, NOT_SAVED, STEP, shared_values
-from warm_process import run_warm
+from kit.warm import run_warm
 
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.checkpoint.tensors import validate, whole

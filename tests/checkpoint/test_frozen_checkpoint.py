@@ -16,7 +16,7 @@ from vembed.checkpoint.manager import CheckpointManager
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
     from spread_cases import Kind
     from torch import Tensor
 

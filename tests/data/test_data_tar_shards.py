@@ -31,7 +31,7 @@ from vembed.training.batches import assign_rows, estimated_costs
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
     from vembed.data.table import RecordTable
 

@@ -39,7 +39,7 @@ from vembed.distributed.watchdog import (
 from vembed.errors import MachineError
 
 if TYPE_CHECKING:
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
 
 def beat(number: int = 5, *, waits: bool = True, patient: bool = False, collectives: int = 9) -> Beat:

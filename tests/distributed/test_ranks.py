@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from kit.ranks import RankPool
 from torch.distributed.tensor.debug import CommDebugMode
 
 from vembed.distributed.ranks import Ranks

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from kit.ranks import RankPool
 
 from vembed.distributed.ranks import Ranks
 from vembed.errors import DataError, MachineError, PreemptedError

@@ -30,7 +30,7 @@ from vembed.distributed.shards import (
 from vembed.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
 SHAPES = [(1,), (2,), (5,), (7, 3), (1, 4), (4, 1, 2)]
 

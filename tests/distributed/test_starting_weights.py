@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from model_cases import TEXTS, embed, load_any, write_model
-from picture_cases import TINY, write_open_clip, write_picture_model
+from kit.picture_models import TINY, write_open_clip, write_picture_model
+from kit.text_models import TEXTS, embed, load_any, write_model
 from safetensors.torch import load_file, save_file
 
 from vembed.distributed.fsdp import shard_encoder
@@ -29,7 +29,7 @@ from vembed.training.model import build_alike, start_alike
 from vembed.vectors.provenance import model_key
 
 if TYPE_CHECKING:
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
     from torch import Tensor
 
     from vembed.models.encoder import Encoder

@@ -13,7 +13,7 @@ from vembed.errors import MachineError
 from vembed.workflows.doctor.self_test import TOLERANCE, SelfTest, check_this_rank, run_on_local_ranks, self_test
 
 if TYPE_CHECKING:
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
 CPU = torch.device("cpu")
 

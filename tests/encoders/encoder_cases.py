@@ -11,15 +11,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from late_cases import write_bert
-from model_cases import FAMILY_BUILDERS, load_any, wordpiece_tokenizer, write_model
-from picture_cases import (
+from kit.late_models import write_bert
+from kit.picture_models import (
     EVA_CONFIG,
     TINY,
     VISION_BUILDERS,
     write_open_clip,
     write_picture_model,
 )
+from kit.text_models import FAMILY_BUILDERS, load_any, wordpiece_tokenizer, write_model
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules as st
 from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import Outcome, Site, make_site, run_process, write_config
+from kit.runs import Outcome, Site, make_site, run_process, write_config
 from search_cases import Done, Page, start_page, write_corpus
 
 import vembed

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from command_cases import environment
-from warm_process import WarmProcess
+from kit.runs import environment
+from kit.warm import WarmProcess
 
 import vembed
 from vembed.workflows.search.serve import SearchServer

@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import Site, run_keys, run_killed, word_pairs, write_config, write_rows
-from several_cases import run_ranks
+from kit.runs import Site, run_keys, run_killed, word_pairs, write_config, write_rows
+from kit.several_ranks import run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path

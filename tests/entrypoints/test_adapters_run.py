@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from command_cases import Outcome, Site, assert_same_run, evaluation, run_keys, write_config
+from kit.runs import Outcome, Site, assert_same_run, evaluation, run_keys, write_config
+from kit.several_ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from several_cases import run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import pytest
-from command_cases import word_pairs, write_rows
+from kit.runs import word_pairs, write_rows
 from search_cases import Done
 
 from vembed.config.messages import key_schemas

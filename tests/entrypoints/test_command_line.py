@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from command_cases import ROOT, RUN, Site, environment, run_here, run_keys, write_config
+from kit.runs import ROOT, RUN, Site, environment, run_here, run_keys, write_config
 
 from vembed.entrypoints import export
 from vembed.entrypoints.command import quiet_libraries

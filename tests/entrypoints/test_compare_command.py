@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from command_cases import Outcome, Site, run_keys, word_pairs
+from kit.runs import Outcome, Site, run_keys, word_pairs
 
 import vembed
 from vembed.entrypoints import compare

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command_cases import Outcome, Site, assert_same_run, run_keys, write_config, write_rows
-from picture_cases import picture, write_picture_model
+from kit.picture_models import picture, write_picture_model
+from kit.runs import Outcome, Site, assert_same_run, run_keys, write_config, write_rows
+from kit.several_ranks import run_ranks
 from safetensors.torch import load_file
-from several_cases import run_ranks
 from transformers import AutoModel
 
 import vembed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import PIL.Image
 import pytest
-from command_cases import (
+from kit.runs import (
     assert_same_run,
     metric_rows,
     run_process,
@@ -26,7 +26,7 @@ from command_cases import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from warm_process import WarmProcess
+    from kit.warm import WarmProcess
 
 NUM_RECORDS = 48
 WHOLE = 40

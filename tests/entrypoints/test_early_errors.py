@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from command_cases import ROOT, Site, environment, write_config
+from kit.runs import ROOT, Site, environment, write_config
 
 from vembed.distributed.watchdog import EXIT_FILE, ExitFiles, Failure
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from command_cases import Outcome, Site, run_process, write_config
-from several_cases import exact, run_ranks
+from kit.runs import Outcome, Site, run_process, write_config
+from kit.several_ranks import exact, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

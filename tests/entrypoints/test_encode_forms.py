@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from ball_cases import write_balls
-from command_cases import environment
+from kit.balls import write_balls
+from kit.runs import environment
 from search_cases import FILES, PICTURE_FILES, write_corpus
 
 import vembed

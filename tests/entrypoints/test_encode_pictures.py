@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import PIL.Image
 import pytest
-from ball_cases import COLOURS, ball, bomb, caption, write_balls
+from kit.balls import COLOURS, ball, bomb, caption, write_balls
 from search_cases import PICTURE_FILES, meta_of, rows_of
 
 import vembed

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from command_cases import ROOT, environment, run_keys
+from kit.runs import ROOT, environment, run_keys
 
 import vembed.training.card
 from vembed.entrypoints.export import ExportOptions, main
@@ -34,7 +34,7 @@ from vembed.registry import COMMANDS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from command_cases import Outcome, Site
+    from kit.runs import Outcome, Site
 
 CANARY = "hf_canary0123456789secret"
 
@@ -264,7 +264,7 @@ def test_a_card_that_fails_never_loses_the_model(
 def picture_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     sys.path.insert(0, str(ROOT / "tests" / "models"))
     try:
-        from picture_cases import write_picture_model
+        from kit.picture_models import write_picture_model
         from test_picture_encoders import write_open_clip
 
         from vembed.models.from_scratch import TinyClip, TinyClipConfig

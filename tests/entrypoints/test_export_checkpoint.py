@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from command_cases import Site, run_keys, steps_saved
+from kit.runs import Site, run_keys, steps_saved
 from safetensors.torch import load_file, save_file
 from test_export import export
 
@@ -17,7 +17,7 @@ from vembed.checkpoint.tensors import whole
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from command_cases import Outcome
+    from kit.runs import Outcome
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from command_cases import Site, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
+from kit.runs import Site, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
 from safetensors.torch import load_file, save_file
 
 import vembed.training.model

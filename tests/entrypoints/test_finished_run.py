@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import yaml
-from command_cases import Site, evaluation, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
+from kit.runs import Site, evaluation, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
 
 import vembed.__main__
 import vembed.evaluation.report.run_report
@@ -28,7 +28,7 @@ from vembed.vectors.encode import ItemEncoder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from command_cases import Outcome
+    from kit.runs import Outcome
 
 METRIC_KEYS = {
     "step", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "tokens_per_second",

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import (
+from kit.runs import (
     ROOT,
     RUN,
     Site,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import Outcome, Site, assert_same_run, run_keys, steps_saved
+from kit.runs import Outcome, Site, assert_same_run, run_keys, steps_saved
 
 import vembed
 from vembed.training import saving as space

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from command_cases import Outcome, Site, assert_same_run, run_here, run_keys, run_killed, write_config, write_rows
-from several_cases import exact, run_ranks
+from kit.runs import Outcome, Site, assert_same_run, run_here, run_keys, run_killed, write_config, write_rows
+from kit.several_ranks import exact, run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from command_cases import ROOT, Outcome, run_process
-from picture_cases import picture
-from several_cases import run_ranks
+from kit.picture_models import picture
+from kit.runs import ROOT, Outcome, run_process
+from kit.several_ranks import run_ranks
 from transformers import AutoModel
 
 import vembed

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from command_cases import Killed, Outcome, Site, assert_same_run, run_here, run_keys, run_killed, write_config
-from several_cases import exact, run_ranks
+from kit.runs import Killed, Outcome, Site, assert_same_run, run_here, run_keys, run_killed, write_config
+from kit.several_ranks import exact, run_ranks
 
 from vembed.vectors.items import StoredSide
 

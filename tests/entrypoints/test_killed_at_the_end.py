@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from command_cases import environment
+from kit.runs import environment
+from kit.warm import run_warm
 from mining_cases import made_rows, written
-from warm_process import run_warm
 
 if TYPE_CHECKING:
     from subprocess import CompletedProcess

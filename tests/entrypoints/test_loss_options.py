@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import Site, run_keys
+from kit.runs import Site, run_keys
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from command_cases import word_pairs, write_rows
+from kit.runs import word_pairs, write_rows
 
 import vembed
 from vembed.api.model import load

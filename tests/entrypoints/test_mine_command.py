@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ball_cases import COLOURS, caption
-from command_cases import environment
+from kit.balls import COLOURS, caption
+from kit.runs import environment
+from kit.text_models import write_cross_encoder
 from mining_cases import made_rows, read_rows, written
-from model_cases import write_cross_encoder
 from sentence_transformers import CrossEncoder
 
 from vembed.data.keys import DataKeys

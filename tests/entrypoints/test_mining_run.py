@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from command_cases import Outcome, Site, assert_same_run, run_here, run_keys, run_killed, write_config
-from model_cases import write_cross_encoder
-from several_cases import exact, run_ranks
+from kit.runs import Outcome, Site, assert_same_run, run_here, run_keys, run_killed, write_config
+from kit.several_ranks import exact, run_ranks
+from kit.text_models import write_cross_encoder
 
 from vembed.training.refresh import documents_per_query
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from command_cases import run_keys, write_rows
-from late_cases import write_bert
-from model_cases import write_model
-from picture_cases import OPEN_CLIP_CONFIG, picture, write_open_clip, write_picture_model
+from kit.late_models import write_bert
+from kit.picture_models import OPEN_CLIP_CONFIG, picture, write_open_clip, write_picture_model
+from kit.runs import run_keys, write_rows
+from kit.text_models import write_model
 from vision_language_cases import write_vision_language
 
 from vembed.config.load import load_config

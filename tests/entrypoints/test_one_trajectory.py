@@ -14,8 +14,8 @@ import shutil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from command_cases import Outcome, Site, run_here, run_keys, word_pairs, write_config, write_rows
-from several_cases import run_ranks
+from kit.runs import Outcome, Site, run_here, run_keys, word_pairs, write_config, write_rows
+from kit.several_ranks import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from command_cases import Site, run_keys
+from kit.runs import Site, run_keys
 from transformers import BertModel
 
 if TYPE_CHECKING:

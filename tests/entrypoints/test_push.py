@@ -23,8 +23,8 @@ from vembed.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from command_cases import Outcome, Site
     from hub_cases import Hub
+    from kit.runs import Outcome, Site
 
     from vembed.api.keys import LoadKeys
 

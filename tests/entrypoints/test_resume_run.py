@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from checkpoint_cases import reseal
-from command_cases import (
+from kit.runs import (
     Outcome,
     Site,
     assert_same_run,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from warm_process import WarmProcess
+    from kit.warm import WarmProcess
 
 TRANSFORMER = {
     "model_name": "builtin:tiny-transformer",

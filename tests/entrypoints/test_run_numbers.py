@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from command_cases import ROOT, Site, run_process, write_config
+from kit.runs import ROOT, Site, run_process, write_config
 
 if TYPE_CHECKING:
     from pathlib import Path

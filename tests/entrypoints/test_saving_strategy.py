@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from command_cases import NUM_TRAIN, Site, run_keys
+from kit.runs import NUM_TRAIN, Site, run_keys
 
 if TYPE_CHECKING:
     from pathlib import Path

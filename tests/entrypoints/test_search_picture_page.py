@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
-from ball_cases import COLOURS, ball, bomb, caption
 from browser_cases import Browser, needs_browser, running_browser
+from kit.balls import COLOURS, ball, bomb, caption
 from search_cases import Page, served_here
 
 import vembed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import PIL.Image
 import pytest
-from ball_cases import COLOURS, ball, caption
+from kit.balls import COLOURS, ball, caption
 from search_cases import served_here
 from vision_language_cases import write_vision_language
 

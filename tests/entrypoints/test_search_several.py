@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from late_cases import write_bert
-from model_cases import load_any
+from kit.late_models import write_bert
+from kit.text_models import load_any
 from search_cases import DOCUMENTS, FILES, meta_of
 
 import vembed

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from command_cases import environment
+from kit.runs import environment
 from search_cases import DOCUMENTS
 
 import vembed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from model_cases import write_model
+from kit.text_models import write_model
 
 import vembed
 from vembed.distributed.watchdog import Failure

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import RUN, Outcome, Site, assert_same_run, metric_rows, run_process, start_process, write_config
-from several_cases import (
+from kit.runs import RUN, Outcome, Site, assert_same_run, metric_rows, run_process, start_process, write_config
+from kit.several_ranks import (
     ACCELERATE,
     TRAIN,
     accelerate,
@@ -26,7 +26,7 @@ from several_cases import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from warm_process import WarmProcess
+    from kit.warm import WarmProcess
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from command_cases import Outcome, Site, run_process, write_config
-from several_cases import exact, run_ranks
+from kit.runs import Outcome, Site, run_process, write_config
+from kit.several_ranks import exact, run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path

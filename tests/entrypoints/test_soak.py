@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import ROOT, Site, run_here, write_config
+from kit.runs import ROOT, Site, run_here, write_config
 from test_resume_run import BERT, stop_at
 
 from vembed.training.optimizer import Optimizer

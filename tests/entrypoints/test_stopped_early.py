@@ -9,7 +9,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import Site, run_here, run_keys, steps_saved, write_config
+from kit.runs import Site, run_here, run_keys, steps_saved, write_config
 
 import vembed.entrypoints.train as command
 import vembed.training.run as assembly

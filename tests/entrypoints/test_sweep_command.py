@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import ROOT, Site, write_config
+from kit.runs import ROOT, Site, write_config
 
 import vembed
 from vembed.config.load import load_config

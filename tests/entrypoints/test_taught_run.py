@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import Site, assert_same_run, run_keys, run_process, steps_saved, write_config
+from kit.runs import Site, assert_same_run, run_keys, run_process, steps_saved, write_config
+from kit.several_ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from several_cases import run_ranks
 
 from vembed.errors import PreemptedError
 from vembed.gradcache.engine import GradCacheEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import Site, run_keys
+from kit.runs import Site, run_keys
 
 from vembed.registry import TRACKERS
 from vembed.training.trackers import Tracker
@@ -13,7 +13,7 @@ from vembed.training.trackers import Tracker
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from command_cases import Outcome
+    from kit.runs import Outcome
 
 CALLS = (
     *("log", "log_ranks", "log_evaluation", "log_result", "log_text", "log_table", "log_file", "log_model"),

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import PIL.Image
 import pytest
-from command_cases import Outcome, run_process, write_config, write_rows
-from model_cases import edit_json
-from picture_cases import write_picture_model
-from several_cases import run_ranks
+from kit.picture_models import write_picture_model
+from kit.runs import Outcome, run_process, write_config, write_rows
+from kit.several_ranks import run_ranks
+from kit.text_models import edit_json
 
 if TYPE_CHECKING:
     from pathlib import Path

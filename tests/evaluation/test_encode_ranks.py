@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.ranks import RankPool
 from numpy.typing import NDArray
-from rank_pool import RankPool
 from torch import Tensor
 
 from vembed.data.judged import RetrievalData

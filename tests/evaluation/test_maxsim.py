@@ -23,8 +23,8 @@ from vembed.vectors.index import search_maxsim
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from kit.ranks import RankPool
     from numpy.typing import NDArray
-    from rank_pool import RankPool
 
     from vembed.batch import Item, Side
 

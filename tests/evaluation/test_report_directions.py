@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from ball_cases import ball
+from kit.balls import ball
 from test_report_html import _luminance
 from test_report_samples import METRIC, STEPS, Page, page, sample
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from checkpoint_cases import reseal
-from command_cases import make_site, run_keys
 from fuzz_limits import fuzzed, within_limits
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.runs import make_site, run_keys
 
 import vembed.training.run as assembly
 from vembed.distributed.runtime import Runtime, describe_machine

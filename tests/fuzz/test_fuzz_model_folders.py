@@ -14,7 +14,7 @@ from encoder_cases import CASES
 from folder_bends import Bend, ways
 from fuzz_bytes import check_message
 from fuzz_limits import within_limits
-from picture_cases import PICTURES
+from kit.picture_models import PICTURES
 
 import vembed
 from vembed.errors import NonFiniteError, VembedError

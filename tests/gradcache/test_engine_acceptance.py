@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import make_case
+from kit.ranks import RankPool
 from loss_kinds import structure_for
-from rank_pool import RankPool
 from test_engine import CPU, assert_same_gradients, gradients
 from test_engine_cost import equal_lengths
 from test_engine_losses import LOSSES, NEGATIVES, make

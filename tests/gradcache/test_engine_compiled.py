@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import rank_pool
 import sharded_cases
 import torch
+from kit import ranks
 from sharded_cases import Sharded, step_on
 from test_engine import assert_same_gradients
 from test_engine_fsdp import expected_of
@@ -17,7 +17,7 @@ from vembed.distributed.fsdp import transformer_blocks
 
 if TYPE_CHECKING:
     from engine_cases import Case
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
 
 def compiled_step_on(rank: int, setting: Sharded) -> tuple[Any, dict[str, torch.Tensor], int, dict[str, int]]:
@@ -56,7 +56,7 @@ def compiled_step_on(rank: int, setting: Sharded) -> tuple[Any, dict[str, torch.
 def test_sharding_and_compiling_go_together(
     two_ranks: RankPool, setting: Sharded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_pool, "TIMEOUT_SECONDS", 400)  # two compilers on a busy machine
+    monkeypatch.setattr(ranks, "TIMEOUT_SECONDS", 400)  # two compilers on a busy machine
     value, expected = expected_of(setting)
     for result, found, num_graphs, breaks in two_ranks.run(compiled_step_on, setting):
         assert num_graphs > 0

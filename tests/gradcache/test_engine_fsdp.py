@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from kit.ranks import RankPool
 from sharded_cases import Sharded, assignment_of, case_of, engine_of, pools_of, step_on, steps_on, whole_gradients
 from test_engine import assert_same_gradients, gradients
 from test_engine_losses import make

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import Case, SmallBert
-from rank_pool import RankPool
+from kit.ranks import RankPool
 from sharded_cases import Sharded, assignment_of, case_of, engine_of, pools_of, step_on, whole_gradients
 from test_engine import assert_same_gradients
 from test_engine_fsdp import MODES, expected_of

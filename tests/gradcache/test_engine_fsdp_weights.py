@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_pool import RankPool
+from kit.ranks import RankPool
 from sharded_cases import Sharded, assignment_of, case_of, engine_of, pools_of, sharded, whole_gradients
 from test_engine import assert_same_gradients
 from test_engine_fsdp import expected_of

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import pytest
 import torch
 from engine_cases import make_case
-from rank_pool import RankPool
+from kit.ranks import RankPool
 from test_engine import CPU, assert_same_gradients, gradients, make_loss
 
 from vembed.distributed.ranks import Ranks

@@ -26,7 +26,7 @@ from vembed.losses.streamed import StreamedBatch, StreamedLoss
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
     from torch import Tensor
 
 SMALLEST_HALF = 2.0**-24

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import Case, make_case
+from kit.ranks import RankPool
 from loss_kinds import KINDS, structure_for
-from rank_pool import RankPool
 from test_engine import CPU, assert_same_gradients, gradients
 from test_engine_losses import NEGATIVES, make
 from torch.distributed.tensor.debug import CommDebugMode

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import SmallBert, make_case
+from kit.ranks import RankPool
 from loss_kinds import LATE, build
-from rank_pool import RankPool
 from test_engine import CPU, assert_same_gradients, gradients
 from test_engine_ranks import assignment_of
 

@@ -26,7 +26,7 @@ from vembed.plan.problem import DataSize
 from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
 PAIRS, DIMENSION, TILE = 1536, 512, 128
 VECTORS = {"late interaction": 4, "late interaction, both directions": 4}  # of each row; 1 for other losses

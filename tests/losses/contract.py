@@ -22,7 +22,7 @@ from vembed.losses.registry import loss_section
 from vembed.losses.streamed import LossGradients, StreamedLoss
 
 if TYPE_CHECKING:
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
     from vembed.losses.base import BatchStructure
 

@@ -8,7 +8,7 @@ import pytest
 from contract import EVERY_KIND, LossContract
 
 if TYPE_CHECKING:
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
 
 FIRST = {name: kind for kind, (name, _) in reversed(EVERY_KIND.items())}

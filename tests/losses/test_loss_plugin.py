@@ -15,8 +15,8 @@ import pytest
 import torch
 import yaml
 from engine_cases import make_case
+from kit.warm import run_warm
 from loss_cases import CASES
-from warm_process import run_warm
 
 import vembed
 from vembed.config.load import load_config, load_values
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable, Iterator
 
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

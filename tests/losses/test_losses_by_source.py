@@ -23,7 +23,7 @@ from vembed.losses.base import LossCommon
 from vembed.plan.memory import BatchRows, LossTiles, ModelSize, similarity_values
 
 if TYPE_CHECKING:
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
 DATA: list[dict[str, Any]] = [
     {"path": "a"}, {"path": "b", "loss": "cosent"}, {"path": "c", "loss": "sigmoid"}, {"path": "d", "loss": "cosent"}

@@ -30,7 +30,7 @@ from vembed.vectors.mining import CrossEncoderTeacher, EncoderTeacher, Miner, Mi
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
     from vembed.vectors.mining import Mined
 

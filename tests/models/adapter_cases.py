@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from model_cases import load_any
-from picture_cases import PICTURES, pools_of
+from kit.picture_models import PICTURES, pools_of
+from kit.text_models import load_any
 
 from vembed.batch import ContrastiveBatch, content_id
 from vembed.distributed.ranks import Ranks

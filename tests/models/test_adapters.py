@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from adapter_cases import partly_trained, trainable_of
-from model_cases import FAMILY_BUILDERS, load_any, write_model
-from picture_cases import DUAL_BUILDERS, TINY, VISION_BUILDERS, write_open_clip, write_picture_model
+from kit.picture_models import DUAL_BUILDERS, TINY, VISION_BUILDERS, write_open_clip, write_picture_model
+from kit.text_models import FAMILY_BUILDERS, load_any, write_model
 
 from vembed.errors import ConfigError, MachineError
 from vembed.models.adapters import add_adapters, freeze

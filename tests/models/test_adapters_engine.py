@@ -18,8 +18,8 @@ from adapter_cases import (
     trainable_of,
     wake,
 )
-from model_cases import write_model
-from picture_cases import pools_of, write_open_clip, write_picture_model
+from kit.picture_models import pools_of, write_open_clip, write_picture_model
+from kit.text_models import write_model
 
 from vembed.gradcache.chunks import RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
@@ -29,7 +29,7 @@ from vembed.losses.base import BatchStructure
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
     from vembed.batch import ContrastiveBatch
     from vembed.models.encoder import Encoder

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from adapter_cases import partly_trained, wake
-from model_cases import TEXTS, write_model
-from picture_cases import PICTURES, vectors, write_open_clip, write_picture_model
+from kit.picture_models import PICTURES, vectors, write_open_clip, write_picture_model
+from kit.text_models import TEXTS, write_model
 
 from vembed.config.load import load_config
 from vembed.distributed.ranks import Ranks

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from model_cases import embed, load, wordpiece_tokenizer
+from kit.text_models import embed, load, wordpiece_tokenizer
 from transformers import BertConfig, BertModel
 
 from vembed.models.adapters import add_adapters, base_fingerprint, changing_names, save_trained

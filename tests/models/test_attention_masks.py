@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from kit.picture_models import write_picture_model
 from packing_cases import LENGTHS, OTHER_SHAPES, PAD, SHAPES, Reads, build, encode, rows, with_gradients
-from picture_cases import write_picture_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_decoder_made_bidirectional_reads_no_number_back_and_masks_its_padding
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_texts_of_two_towers_read_no_number_back(kind: str, tmp_path: Path) -> None:
-    from model_cases import load_any
+    from kit.text_models import load_any
 
     encoder = load_any(write_picture_model(tmp_path, kind))
     features = encoder.featurize(["sea", "a b", "sun and rain"], "query")

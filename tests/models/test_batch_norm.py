@@ -16,8 +16,8 @@ from adapter_cases import (
     picture_batch,
     trainable_of,
 )
-from model_cases import load_any
-from picture_cases import PICTURES, RESNET_CONFIG, opened, pools_of, vectors, write_open_clip
+from kit.picture_models import PICTURES, RESNET_CONFIG, opened, pools_of, vectors, write_open_clip
+from kit.text_models import load_any
 from safetensors.torch import load_file
 
 import vembed
@@ -32,7 +32,7 @@ from vembed.training.model import refuse_batch_norm
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
     from vembed.models.encoder import Encoder
 

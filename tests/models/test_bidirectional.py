@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from model_cases import TEXTS, embed, load, write_model
+from kit.text_models import TEXTS, embed, load, write_model
 from packing_cases import LENGTHS, build, encode, largest_difference, rows, with_gradients
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel

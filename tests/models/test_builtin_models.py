@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_cases import TEXTS, embed
+from kit.text_models import TEXTS, embed
 
 from vembed.errors import ConfigError
 from vembed.models.keys import ModelKeys

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from adapter_cases import wake
-from late_cases import (
+from kit.late_models import (
     DIMENSION,
     DOCUMENTS,
     HIDDEN,
@@ -20,7 +20,7 @@ from late_cases import (
     rows_of,
     write_bert,
 )
-from model_cases import edit_json, load_any, write_model
+from kit.text_models import edit_json, load_any, write_model
 from safetensors.torch import load_file, save_file
 
 import vembed

@@ -14,8 +14,8 @@ import packing_cases
 import pytest
 import torch
 from adapter_cases import CPU, make_loss, partly_trained, picture_batch, text_batch, trainable_of, wake
-from model_cases import write_model
-from picture_cases import pools_of, write_open_clip, write_picture_model
+from kit.picture_models import pools_of, write_open_clip, write_picture_model
+from kit.text_models import write_model
 from test_packing_engine import batch
 from torch._dynamo.utils import counters
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from model_cases import TEXTS, load_any, write_model
-from picture_cases import DUAL_BUILDERS, PICTURES, TINY, vectors, write_open_clip
-from picture_cases import write_picture_model as write
+from kit.picture_models import DUAL_BUILDERS, PICTURES, TINY, vectors, write_open_clip
+from kit.picture_models import write_picture_model as write
+from kit.text_models import TEXTS, load_any, write_model
 
 from vembed.batch import Composed, Features, Image, content_id
 from vembed.errors import DataError

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from adapter_cases import partly_trained, picture_batch, trainable_of, wake
-from model_cases import TEXTS, load_any, write_model
-from picture_cases import PICTURES, opened, vectors, write_picture_model
+from kit.picture_models import PICTURES, opened, vectors, write_picture_model
+from kit.text_models import TEXTS, load_any, write_model
 from safetensors.torch import load_file
 from test_adapters_engine import assert_exact
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer

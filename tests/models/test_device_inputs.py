@@ -12,8 +12,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from model_cases import TEXTS, edit_json, load_any, write_model
-from picture_cases import PICTURES, SIDE, opened, vectors, write_open_clip, write_picture_model
+from kit.picture_models import PICTURES, SIDE, opened, vectors, write_open_clip, write_picture_model
+from kit.text_models import TEXTS, edit_json, load_any, write_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from model_cases import load_any
-from picture_cases import picture, write_picture_model
+from kit.picture_models import picture, write_picture_model
+from kit.text_models import load_any
 
 from vembed.batch import Composed
 from vembed.gradcache.chunks import ChunkBudget, plan_chunks

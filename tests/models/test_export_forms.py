@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from model_cases import TEXTS, edit_json, load, load_any, write_model
-from picture_cases import DUAL_BUILDERS, PICTURES, VISION_BUILDERS, opened, vectors, write_picture_model
+from kit.picture_models import DUAL_BUILDERS, PICTURES, VISION_BUILDERS, opened, vectors, write_picture_model
+from kit.text_models import TEXTS, edit_json, load, load_any, write_model
 from safetensors.torch import load_file
 from test_picture_encoders import write_open_clip
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from model_cases import load_any
-from picture_cases import opened
+from kit.picture_models import opened
+from kit.text_models import load_any
 from transformers import AutoModel, AutoProcessor
 from vision_language_cases import write_vision_language
 

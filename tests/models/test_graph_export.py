@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from model_cases import TEXTS, edit_json, load, load_any, write_model
-from picture_cases import write_picture_model
+from kit.picture_models import write_picture_model
+from kit.text_models import TEXTS, edit_json, load, load_any, write_model
 
 import vembed
 from vembed.entrypoints.export import main

@@ -9,8 +9,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from model_cases import load_any, write_model
-from picture_cases import SIDE, TINY, write_open_clip, write_picture_model
+from kit.picture_models import SIDE, TINY, write_open_clip, write_picture_model
+from kit.text_models import load_any, write_model
 
 import vembed
 from vembed.batch import Augmentation, Image, ImageLimits

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import FAMILY_BUILDERS, TEXTS, embed, load, load_any, write_model
+from kit.text_models import FAMILY_BUILDERS, TEXTS, embed, load, load_any, write_model
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer

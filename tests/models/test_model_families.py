@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from model_cases import FAMILY_BUILDERS, POOLING, POSITIONS, TEXTS, edit_json, embed, load, write_model
+from kit.text_models import FAMILY_BUILDERS, POOLING, POSITIONS, TEXTS, edit_json, embed, load, write_model
 
 from vembed.errors import ConfigError
 

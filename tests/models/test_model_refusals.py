@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from model_cases import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, load_any, write_model
+from kit.text_models import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, load_any, write_model
 from safetensors.torch import load_file, save_file
 
 from vembed.errors import ConfigError, ExitCode, MachineError

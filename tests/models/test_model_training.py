@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from model_cases import FAMILY_BUILDERS, TEXTS, embed, load, write_model
+from kit.text_models import FAMILY_BUILDERS, TEXTS, embed, load, write_model
 
 from vembed.models.formats import Dense
 from vembed.models.profile import model_size

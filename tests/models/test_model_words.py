@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from model_cases import load_any
-from picture_cases import picture
+from kit.picture_models import picture
+from kit.text_models import load_any
 from vision_language_cases import write_vision_language
 
 import vembed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from model_cases import embed, load, write_model
+from kit.text_models import embed, load, write_model
 
 from vembed.models.formats import add_older_names
 

@@ -9,8 +9,8 @@ import open_clip
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from picture_cases import OPEN_CLIP_CONFIG, pools_of, vectors
-from picture_cases import picture as picture_of
+from kit.picture_models import OPEN_CLIP_CONFIG, pools_of, vectors
+from kit.picture_models import picture as picture_of
 
 from vembed.batch import Composed, ContrastiveBatch, content_id
 from vembed.gradcache.chunks import ChunkBudget

@@ -18,7 +18,7 @@ from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 
 if TYPE_CHECKING:
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
     from vembed.models.text import TextEncoder
 

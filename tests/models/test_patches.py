@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from late_cases import rows_of
-from model_cases import load_any
-from picture_cases import PATCH, PICTURES, SIDE, write_picture_model
+from kit.late_models import rows_of
+from kit.picture_models import PATCH, PICTURES, SIDE, write_picture_model
+from kit.text_models import load_any
 
 from vembed.errors import ConfigError
 from vembed.models.adapters import add_adapters

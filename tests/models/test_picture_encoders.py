@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from model_cases import TEXTS, edit_json, load_any, write_model
-from picture_cases import (
+from kit.picture_models import (
     DUAL_BUILDERS,
     EVA_CONFIG,
     PATCH,
@@ -21,7 +20,8 @@ from picture_cases import (
     vectors,
     write_open_clip,
 )
-from picture_cases import write_picture_model as write
+from kit.picture_models import write_picture_model as write
+from kit.text_models import TEXTS, edit_json, load_any, write_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModel
 

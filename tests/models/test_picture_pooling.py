@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from adapter_cases import make_loss, partly_trained, step_of_a_rank, wake
-from model_cases import load_any, write_model
-from picture_cases import PICTURES, opened, picture, pools_of, vectors, write_picture_model
+from kit.picture_models import PICTURES, opened, picture, pools_of, vectors, write_picture_model
+from kit.text_models import load_any, write_model
 from sentence_transformers import SentenceTransformer
 from test_adapters_engine import assert_exact, assert_same, take
 from transformers import AutoImageProcessor, AutoModel, ViTMAEModel
@@ -27,7 +27,7 @@ from vembed.models.vision import VisionEncoder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
 OTHERS = [
     ("vit", "mean"), ("vit", "head"), ("dinov2", "mean"), ("dinov3", "mean"), ("dinov3 convnext", "mean"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from model_cases import POSITIONS, wordpiece_tokenizer
+from kit.text_models import POSITIONS, wordpiece_tokenizer
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling, Transformer
 from transformers import BertConfig, BertModel

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import load_any
-from picture_cases import PICTURES, vectors, write_picture_model
+from kit.picture_models import PICTURES, vectors, write_picture_model
+from kit.text_models import load_any
 
 from vembed.errors import ConfigError
 from vembed.models import profile as profiling

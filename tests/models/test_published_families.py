@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from adapter_cases import wake
-from model_cases import TEXTS, edit_json, embed, load, load_any, write_model
+from kit.text_models import TEXTS, edit_json, embed, load, load_any, write_model
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer

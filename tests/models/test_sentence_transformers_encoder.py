@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from model_cases import TEXTS, byte_tokenizer, edit_json, embed, load_any, write_model
+from kit.text_models import TEXTS, byte_tokenizer, edit_json, embed, load_any, write_model
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import (
     CNN,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from model_cases import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, wordpiece_tokenizer, write_model
+from kit.text_models import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, wordpiece_tokenizer, write_model
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 

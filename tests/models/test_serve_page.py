@@ -8,8 +8,8 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from model_cases import TEXTS, load, load_any, write_model
-from picture_cases import write_picture_model
+from kit.picture_models import write_picture_model
+from kit.text_models import TEXTS, load, load_any, write_model
 from tokenizers import Tokenizer
 
 from vembed.models.export import SERVE_FILE, ExportRequest, export_model, serve_page

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from adapter_cases import CPU, make_loss, text_batch
-from model_cases import TEXTS, embed, load_any, wordpiece_tokenizer
-from picture_cases import pools_of
+from kit.picture_models import pools_of
+from kit.text_models import TEXTS, embed, load_any, wordpiece_tokenizer
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, StaticEmbedding

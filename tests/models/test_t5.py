@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from adapter_cases import BUDGET, CPU, make_loss, text_batch
-from model_cases import embed, load, write_model
-from picture_cases import pools_of
+from kit.picture_models import pools_of
+from kit.text_models import embed, load, write_model
 
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step

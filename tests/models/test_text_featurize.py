@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from model_cases import POSITIONS, edit_json, embed, load, wordpiece_tokenizer, write_model
+from kit.text_models import POSITIONS, edit_json, embed, load, wordpiece_tokenizer, write_model
 
 from vembed.batch import Features
 from vembed.errors import ConfigError

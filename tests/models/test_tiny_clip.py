@@ -10,8 +10,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from model_cases import TEXTS, load_any
-from picture_cases import PICTURES, opened, picture, vectors
+from kit.picture_models import PICTURES, opened, picture, vectors
+from kit.text_models import TEXTS, load_any
 
 from vembed.batch import Augmentation
 from vembed.errors import ConfigError

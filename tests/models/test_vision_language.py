@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from adapter_cases import partly_trained, trainable_of, wake
-from model_cases import load_any
-from picture_cases import opened, picture, vectors
+from kit.picture_models import opened, picture, vectors
+from kit.text_models import load_any
 from test_adapters_engine import assert_exact
 from transformers import AutoModel, AutoProcessor
 from vision_language_cases import SIDE, VISION_LANGUAGE_BUILDERS, write_vision_language

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from adapter_cases import trainable_of
-from picture_cases import opened, vectors
+from kit.picture_models import opened, vectors
 from test_vision_language import FLAT, ITEMS, LARGE, SMALL, load
 from transformers import AutoModel, AutoProcessor
 from transformers.models.smolvlm import processing_smolvlm

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from adapter_cases import partly_trained
-from model_cases import load_any
-from picture_cases import opened, picture
+from kit.picture_models import opened, picture
+from kit.text_models import load_any
 from transformers import AutoModel, AutoModelForPreTraining, AutoProcessor
 from vision_language_cases import RETRIEVAL_BUILDERS, write_vision_language
 

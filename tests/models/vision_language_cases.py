@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from model_cases import byte_tokenizer
+from kit.text_models import byte_tokenizer
 from transformers import (
     ColPaliConfig,
     ColPaliForRetrieval,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import PIL.Image
 import PIL.ImageDraw
 import pytest
-from command_cases import word_pairs, write_rows
 from document_blocks import PAGE_NAMES, ROOT, RUN, blocks_of
-from model_cases import write_model
-from picture_cases import write_picture_model
+from kit.picture_models import write_picture_model
+from kit.runs import word_pairs, write_rows
+from kit.text_models import write_model
 from vision_language_cases import write_vision_language
 
 from vembed import __main__

@@ -16,7 +16,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from model_cases import write_model
+from kit.text_models import write_model
 from torch.utils.data import dataloader
 
 import vembed.training.batches as made

@@ -21,7 +21,7 @@ from vembed.training.callbacks import (
 )
 
 if TYPE_CHECKING:
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
 STEP = StepEvent(1, 10, 0.5, 1e-3, {})
 SAVED = SaveEvent(1, Path("checkpoints/step-1"))

@@ -20,7 +20,7 @@ from vembed.training.planning import build_plan
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
 
 def plan_of(rank: int, memory_bytes: list[int]) -> dict[str, Any]:

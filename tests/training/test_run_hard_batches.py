@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from warm_process import run_warm
+from kit.warm import run_warm
 
 import vembed
 from vembed.data.arrangements import whole_numbers

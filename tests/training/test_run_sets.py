@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from kit.warm import run_warm
 from scipy.special import stdtrit
 from test_run_pictures import write_rows
-from warm_process import run_warm
 
 from vembed.config.load import load_config
 from vembed.config.schema import Config

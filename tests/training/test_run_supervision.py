@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from warm_process import run_warm
+from kit.warm import run_warm
 
 if TYPE_CHECKING:
     import subprocess

@@ -16,7 +16,7 @@ from vembed.training.saving import gather_encoder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
     from torch import Tensor
 
 ALONE = identity_of(strategy="single", mode=None, sharding_factor=1, world_size=1)

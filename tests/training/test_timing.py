@@ -14,7 +14,7 @@ from vembed.gradcache.stopwatch import Stopwatch
 from vembed.training.timing import RankMeter, seconds_of_parts, summarise
 
 if TYPE_CHECKING:
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
 CPU = torch.device("cpu")
 

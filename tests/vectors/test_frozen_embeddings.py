@@ -41,7 +41,7 @@ from vembed.vectors.frozen import FrozenItems, find_frozen
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
     from vembed.data.table import RecordTable
 

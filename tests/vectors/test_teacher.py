@@ -12,7 +12,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from model_cases import write_cross_encoder
+from kit.text_models import write_cross_encoder
 
 from vembed.batch import ImageLimits
 from vembed.data.augment import Augmenter
@@ -36,7 +36,7 @@ from vembed.vectors.items import distinct_items
 from vembed.vectors.teacher import Answers, PairTeacher, Teacher, TeacherUse, find_teacher
 
 if TYPE_CHECKING:
-    from rank_pool import RankPool
+    from kit.ranks import RankPool
 
     from vembed.batch import ContrastiveBatch
     from vembed.data.table import RecordTable

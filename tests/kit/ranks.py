@@ -7,7 +7,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from warm_process import WARM
+from kit.warm import WARM
 
 TIMEOUT_SECONDS = 120
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from model_cases import POSITIONS, wordpiece_tokenizer
 from transformers import BertConfig, BertModel
+
+from kit.text_models import POSITIONS, wordpiece_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

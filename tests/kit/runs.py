@@ -16,8 +16,8 @@ import pytest
 import yaml
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-from warm_process import WarmProcess, run_warm
 
+from kit.warm import WarmProcess, run_warm
 from vembed.entrypoints.train import main
 from vembed.training.loop import Trainer
 

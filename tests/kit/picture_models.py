@@ -10,7 +10,6 @@ import numpy as np
 import PIL.Image
 import timm
 import torch
-from model_cases import POSITIONS, wordpiece_tokenizer
 from safetensors.torch import save_file
 from timm.models import register_model
 from transformers import (
@@ -44,6 +43,7 @@ from transformers import (
     ViTModel,
 )
 
+from kit.text_models import POSITIONS, wordpiece_tokenizer
 from vembed.batch import Features, Image
 from vembed.gradcache.engine import Pool
 from vembed.models.from_scratch import TinyClipConfig

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from command_cases import ROOT, Outcome, Site, environment
-from warm_process import WarmProcess
 
+from kit.runs import ROOT, Outcome, Site, environment
+from kit.warm import WarmProcess
 from vembed.distributed.process_env import ProcessEnv
 
 if TYPE_CHECKING:

@@ -172,6 +172,7 @@ def trials_table(ranked: Sequence[Ranked], metric: str) -> Table:
     for number, trial in enumerate(ranked, start=1):
         outcome, comparison = trial.outcome, trial.to_best
         start = [str(number), *(outcome.trial.shown.get(key, "") for key in keys)]
+        # A failed trial keeps its row, so that nobody looks for it; its reason stands in full below the table.
         if outcome.dev is None:
             rows.append([*start, "", "", f"failed: {outcome.error}", ""])
             continue
@@ -304,6 +305,7 @@ def _heights(axes: Axes, position: int, texts: Sequence[str]) -> list[float]:
             for text, number in zip(texts, numbers, strict=True)
         }
     lowest, highest = min(heights, key=heights.__getitem__), max(heights, key=heights.__getitem__)
+    # Names of many values would lie on each other.
     for name in heights if len(heights) <= MOST_MARKED else (lowest, highest):
         _write_value(axes, name, position, heights[name])
     return [heights[text] for text in texts]

@@ -146,6 +146,7 @@ def _judge(outcomes: Sequence[Outcome], metric: str, command: str) -> SeedsRepor
     Raises:
         DataError: Seeds were evaluated on different queries, or a result can't be read.
     """
+    # On the dev set: the test sets judge, and a model that they had chosen would be flattered by them.
     kept = best_of(outcomes, metric)
     assert kept is not None
     by_seed: list[list[tuple[EvaluationResult, EvaluationResult]]] = []
@@ -302,6 +303,7 @@ def refuse_unfit(config: Config, *, launcher: str) -> None:
     Raises:
         ConfigError: Several processes were started for one run, or a run is to start anew.
     """
+    # A process of a launcher would wait in each seed's run for ranks that train another one.
     if launcher:
         raise ConfigError(
             f"seeds trains one run after another, and {launcher} has started processes for a single one; call run.py "

@@ -248,6 +248,7 @@ def _report(outcomes: Sequence[Outcome], folder: Path, chosen_by: str, facts: Ma
     has_test = any(outcome.on_test for outcome in outcomes)
     print(*terminal_lines(ranked, metric), sep="\n")
     print(*chosen_lines(ranked, metric, has_test=has_test), sep="\n")
+    # The lines stand there first, as they say what each trial failed of.
     if not any(row.word in ("best", "shorter") for row in ranked):
         raise MachineError(f"all {len(outcomes)} trials failed; the lines above say how each is tried again")
     write_page(folder, sweep_page(ranked, metric, has_test=has_test, facts=facts, command=command), name="sweep")
@@ -352,10 +353,13 @@ def train_optuna(
         values = entry.values
         if not isinstance(values, Range):
             distributions[entry.key] = optuna.distributions.CategoricalDistribution(list(_kept_values(entry)))
+        elif values.whole:
+            low, high = int(values.low), int(values.high)
+            distributions[entry.key] = optuna.distributions.IntDistribution(low, high, log=values.is_log)
         else:
-            kind = optuna.distributions.IntDistribution if values.whole else optuna.distributions.FloatDistribution
-            number = int if values.whole else float
-            distributions[entry.key] = kind(number(values.low), number(values.high), log=values.is_log)
+            distributions[entry.key] = optuna.distributions.FloatDistribution(
+                values.low, values.high, log=values.is_log
+            )
     outcomes = []
     for number in range(1, count + 1):
         # A sampler's own random state would be lost with the process.

@@ -19,6 +19,7 @@ class SwanlabTracker(HostedTracker):
 
     def open(self, run_id: str) -> Any:
         """Return SwanLab's run, named as the output folder."""
+        # With "allow" a resumed training continues the run of this id, and a first start makes it.
         return self.service.init(
             project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
             experiment_name=os.environ.get("SWANLAB_EXP_NAME", self.run_name),

@@ -267,7 +267,7 @@ def _baseline_first(runs: list[Run], *, is_named: bool) -> tuple[list[Run], list
     first = runs[0]
     if first.is_finished:
         return runs, []
-    if is_named:
+    if is_named:  # another run in its place would answer another question
         raise ConfigError(
             f"--baseline {redact(str(first.folder))} can't be compared with: {first.notes[-1]} Resume it first, with "
             f"the command that started it, or name another run"
@@ -533,5 +533,6 @@ def load_task(run: Run, result: SetResult) -> tuple[RetrievalData | None, str]:
         reason = redact(str(error).strip().partition("\n")[0])
         return None, f"The texts aren't shown, as the set can't be read any more: {reason}"
     if not task.queries.keys() >= result.final.per_query[next(iter(result.final.per_query))].keys():
+        # A run of an older version has no hash: its queries must at least be there.
         return None, "The texts aren't shown: the set has changed since the run."
     return task, ""

@@ -358,6 +358,7 @@ def overlays(comparison: RunComparison) -> list[Overlay]:
 
 def seconds_at(rows: Sequence[Mapping[str, float]]) -> dict[int, float]:
     """Return how long training had taken after each step, evaluations left out; empty where that wasn't logged."""
+    # Time of training, so that runs with more evaluations don't look slower.
     steps = [finite(row.get("step_seconds")) for row in rows]
     if not rows or not np.isfinite(steps).all():
         return {}
@@ -369,6 +370,7 @@ def curves_section(comparison: RunComparison) -> Section | None:
     kinds = overlays(comparison)
     if not kinds:
         return None
+    # One legend for all figures: a run has the same colour and mark in each.
     legend = []
     for number, run in enumerate(comparison.runs):
         tone, character = series_mark(number)

@@ -18,6 +18,7 @@ from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry, ItemList, r
 from vembed.evaluation.benchmark.stored import Cost, Stored, read_stored, task_key, write_stored
 from vembed.evaluation.result import EvaluationResult
 from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.vectors.provenance import (
     changed_parts,
@@ -61,6 +62,15 @@ def test_the_key_of_vectors_sees_texts_their_borders_tokenizer_side_and_precisio
     assert changed_parts(of(), of(side="document")) == ["side"]
     assert changed_parts(of(), of(dtype=torch.bfloat16)) == ["precision"]
     assert items_digest(["a\ud800"]) != items_digest(["a"])
+
+
+def test_a_prompt_changes_the_key_of_its_side_alone() -> None:
+    plain = load_encoder(ModelKeys(model_name="builtin:tiny-transformer"), ["some words"])
+    prompted = plain.with_prompts({"document": "words "})
+    model = model_key(plain)
+    for side, changed in (("document", ["preprocessing"]), ("query", [])):
+        keys = [vectors_key(encoder, model, side, autocast_dtype=None) for encoder in (plain, prompted)]
+        assert changed_parts(*keys) == changed
 
 
 def test_a_changed_query_is_the_only_one_that_is_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,17 @@ def encode_shared(rank: int, num_texts: int, slice_rows: int, even_calls: bool) 
     }
 
 
+def count_cut(rank: int) -> int:
+    shared = ItemEncoder(tiny_encoder(), ChunkBudget(3, 10**6), CPU, ranks=Ranks.of_this_process())
+    (encoded,) = shared.stream([["alpha " * 5000]], "document")
+    assert encoded.num_truncated == shared.num_truncated["document"]
+    return encoded.num_truncated
+
+
+def test_a_rank_without_an_item_counts_no_cut_text(two_ranks: RankPool) -> None:
+    assert two_ranks.run(count_cut) == [1, 0]
+
+
 @pytest.mark.parametrize(("num_texts", "slice_rows"), [(23, 100), (23, 4), (1, 4)])
 @pytest.mark.parametrize("even_calls", [False, True])
 def test_the_first_rank_has_the_vectors_of_all_in_their_places(

@@ -17,6 +17,7 @@ from vembed.data.clusters import whole_numbers
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import ConfigError
 from vembed.models.ngram_bag import NgramBag
+from vembed.vectors import items as items_module
 from vembed.vectors.encode import ItemEncoder, encoding_budget
 from vembed.vectors.items import HardVectors
 
@@ -41,7 +42,11 @@ def encoder_of(bag: Path) -> Encoder:
     return encoder
 
 
-def test_a_row_has_the_vectors_of_its_query_and_its_first_positive(bag: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block_rows", [65_536, 7])
+def test_a_row_has_the_vectors_of_its_query_and_its_first_positive(
+    bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_rows: int
+) -> None:
+    monkeypatch.setattr(items_module, "BLOCK_ROWS", block_rows)
     encoder, records = encoder_of(bag), table()
     records = records.subset([*range(5, 30), 2])
     encode = ItemEncoder(encoder, encoding_budget(encoder, torch.device("cpu"), 8), torch.device("cpu"))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,8 +18,6 @@ from vembed.checkpoint.manager import CheckpointManager
 from vembed.checkpoint.tensors import whole
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kit.runs import Outcome
 
 
@@ -47,6 +48,25 @@ def test_a_step_without_a_checkpoint_and_a_folder_without_any_are_refused(finish
     code, _, err = export(finished.folder / "model", "--checkpoint", "16", "--output", tmp_path / "model")
     assert code == 2
     assert "has no checkpoints; name the output folder of a run" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_refuses_the_model_of_a_checkpoint_costs_one_line_and_leaves_nothing(
+    finished: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text = Path.write_text
+
+    def full(path: Path, *words: Any, **options: Any) -> int:
+        if ".model.checkpoint" in path.parts:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(path, *words, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    newest = steps_saved(finished.folder)[-1]
+    code, _, err = export(finished.folder, "--checkpoint", str(newest), "--output", tmp_path / "model")
+    assert code == 5
+    assert f"the model of step {newest} can't be written: [Errno 28] No space left on device" in err
+    assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
 
 

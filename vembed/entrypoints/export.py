@@ -94,7 +94,6 @@ def _export(options: ExportOptions, from_checkpoint: Path) -> int:
         folder = Path(options.model).expanduser().resolve()
         if not OutputFolder(folder).checkpoints.is_dir():
             raise ConfigError(f"--checkpoint: {options.model} has no checkpoints; name the output folder of a run")
-        from_checkpoint.mkdir(parents=True)
         step = options.checkpoint
         print(f"the card tells nothing of the run: its report is of its kept model, not of step {step}")
         model, run = str(write_saved_model(folder, step, from_checkpoint)), None

@@ -29,6 +29,7 @@ from vembed.config.schema import Config
 from vembed.distributed.shards import full_tensors, is_shared, reshard
 from vembed.distributed.watchdog import LastWords
 from vembed.errors import ConfigError, MachineError
+from vembed.files import disk_error
 from vembed.gradcache.memory import StepLimits  # noqa: TC001 - the shape that a state is read as
 from vembed.json_text import fit
 from vembed.models.adapters import add_adapters, base_fingerprint, changing_names, freeze, narrowed_bytes, save_trained
@@ -470,11 +471,12 @@ def write_saved_model(run: Path, step: int, folder: Path) -> Path:
     Weights that several processes saved in parts are put together one at a time; no process group is needed.
 
     Args:
-        folder: Where to; must exist.
+        folder: Where to.
 
     Raises:
         ConfigError: The run has no such checkpoint, or the model that training started from is no longer the same.
         InvalidCheckpointError: The checkpoint is broken.
+        MachineError: The disk refuses.
     """
     output = OutputFolder(run)
     path = output.checkpoints / step_name(step)
@@ -510,5 +512,14 @@ def write_saved_model(run: Path, step: int, folder: Path) -> Path:
             f"beside; bring that one back, with its model_revision"
         )
     load_module(encoder, loaded.tensors["model"])
-    save_trained(encoder, folder / "model", folder / "adapter")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_trained(encoder, folder / "model", folder / "adapter")
+    except Exception as error:
+        refused = error if isinstance(error, OSError) else disk_error(error)
+        if refused is None:
+            raise
+        raise MachineError(
+            f"{folder}: the model of step {step} can't be written: {refused}. Free some space, or choose another folder"
+        ) from error
     return folder / "model"

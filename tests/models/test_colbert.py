@@ -218,6 +218,23 @@ def test_an_export_for_pylate_says_what_pylate_reads_and_gives_the_same_vectors(
         export_model(ExportRequest(keys=pooled, output=tmp_path / "no", form="pylate"), lambda encoder, form: {})
 
 
+@pytest.mark.parametrize("tasks", [None, "document", "query"])
+def test_pooling_of_documents_may_be_written_as_the_library_leaves_it_out(
+    bert: Path, tmp_path: Path, tasks: Any
+) -> None:
+    encoder = late(bert, pool_factor=2)
+    encoder.save(tmp_path / "model")
+    (path,) = (tmp_path / "model").glob("*HierarchicalTokenPooling/config.json")
+    settings = json.loads(path.read_text("utf-8"))
+    del settings["tasks"]
+    path.write_text(json.dumps(settings if tasks is None else {**settings, "tasks": tasks}), "utf-8")
+    if tasks == "query":
+        with pytest.raises(ConfigError, match="tasks of HierarchicalTokenPooling"):
+            load_any(tmp_path / "model")
+    else:
+        assert load_any(tmp_path / "model").head.pool_factor == 2
+
+
 def test_adapters_train_beside_a_new_head_and_are_merged_into_an_equal_model(bert: Path, tmp_path: Path) -> None:
     encoder = late(bert)
     add_adapters(encoder, AdapterKeys(lora_r=2))

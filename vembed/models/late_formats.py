@@ -121,12 +121,13 @@ def _read_multi_vector(files: ModelFiles, general: dict[str, Any]) -> LateFolder
     transformer = read_transformer(files, _prefix(paths), follows=FOLLOWED)
     mask = files.read_json(f"{paths['MultiVectorMask'][0]}/config.json")
     pooling = [files.read_json(f"{path}/config.json") for path in paths["HierarchicalTokenPooling"]]
+    documents_alone = (None, "document", ["document"])  # ways to write the library's default
     # Settings that would give other vectors -> the value that does, empty where it doesn't.
     others = {
         "keep_only_token_ids": mask.get("keep_only_token_ids") or None,
         "skiplist_tasks": None if mask.get("skiplist_tasks", ["document"]) == ["document"] else mask["skiplist_tasks"],
         "similarity_fn_name": None if general.get("similarity_fn_name") in (None, "maxsim") else "meanmaxsim",
-        "tasks of HierarchicalTokenPooling": [step["tasks"] for step in pooling if step["tasks"] != ["document"]],
+        "tasks of HierarchicalTokenPooling": [s["tasks"] for s in pooling if s.get("tasks") not in documents_alone],
         "normalize_embeddings": [False for step in pooling if not step.get("normalize_embeddings", False)],
     }
     for key, value in others.items():

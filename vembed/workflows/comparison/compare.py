@@ -19,7 +19,7 @@ from vembed.data.keys import DataKeys, listed
 from vembed.data.read import read
 from vembed.data.run_data import content_hash, load_run_data
 from vembed.errors import ConfigError, VembedError
-from vembed.evaluation.judge import compare, holm, judged, mean_interval, mean_verdict, paired_p_value
+from vembed.evaluation.judge import LEVEL, compare, holm, judged, mean_interval, mean_verdict, paired_p_value
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.report.comparison import MetricRow, difference_text, verdict_decimals
 from vembed.evaluation.report.examples import Example, example_of, paired_values, picture_captions
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from vembed.evaluation.judge import Verdict
     from vembed.evaluation.results import EvaluationResult
     from vembed.workflows.comparison.runs import SetResult
-
-LEVEL = 0.05
-"""Corrected p-value below which one run is called better than another."""
 
 PairWord: TypeAlias = Literal["better", "worse", "no difference", "not compared"]
 

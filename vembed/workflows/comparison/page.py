@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.evaluation.judge import CONFIDENCE
+from vembed.evaluation.judge import CONFIDENCE, LEVEL
 from vembed.evaluation.report.comparison import difference_cell, largest_bound, mean_cell, reading_cell
 from vembed.evaluation.report.curves import STEP_CURVES, dev_curve, sparkline, step_curve, thinned_rows
 from vembed.evaluation.report.examples import pictures_of, text_of
@@ -64,7 +64,6 @@ from vembed.pages.text import (
 )
 from vembed.redact import redact
 from vembed.text import plural, show_duration
-from vembed.workflows.comparison.compare import LEVEL
 from vembed.workflows.comparison.runs import NOT_KNOWN
 
 if TYPE_CHECKING:

@@ -157,7 +157,7 @@ def test_a_run_follows_the_trajectory_of_the_plain_run(
         shutil.rmtree(tmp_path / f"out/checkpoints/step-{STEPS:08d}")
         run = start(config, "--config_override", f"resume={tmp_path}/out/checkpoints/step-{RESUMED:08d}")
         assert run.code == 0, run.err
-        assert f"step {RESUMED}" in run.flat
+        assert f"resume: continuing from {tmp_path}/out/checkpoints/step-{RESUMED:08d}" in run.flat
     plan = json.loads((run.folder / "plan.json").read_text("utf-8"))
     assert (plan["world_size"], plan["mode"]) == (row.ranks, row.strategy if row.strategy in SHARDED else None)
     if isinstance(row.chunk, int):

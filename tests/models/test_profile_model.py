@@ -179,6 +179,15 @@ def test_autocast_makes_a_copy_of_the_weights_that_no_call_keeps_for_itself(fold
 
 
 @pytest.mark.slow
+def test_a_tower_whose_calls_pass_through_another_counts_the_copies_of_its_own_weights_alone() -> None:
+    half = ProfileTarget("cpu", torch.bfloat16)
+    text, vision = profile_model(ModelKeys(model_name="builtin:tiny-qwen3-vl"), half).towers
+    assert vision.through == (text.name,)
+    # Nearly all of its weights are matrices, and a copy takes two bytes a weight.
+    assert 1.9 * vision.num_parameters < vision.cast_bytes <= 2 * vision.num_parameters
+
+
+@pytest.mark.slow
 def test_an_accelerator_is_measured_on_a_machine_that_has_none(folder: Path) -> None:
     options = shape(folder, BERT)
     before = torch.is_autocast_enabled("cuda"), torch.nn.functional.scaled_dot_product_attention

@@ -147,7 +147,7 @@ def test_a_section_is_one_function_and_one_line(tmp_path: Path, monkeypatch: pyt
     (recipe,) = re.findall(r"```python\n(# length_section\.py\n.*?)```", page, re.DOTALL)
     assert "`length_section(report),`" in page
     source = inspect.getsource(run_report)
-    neighbour = "        changes_section(report, gains),\n"
+    neighbour = "        changes_section(report, numbers.gains),\n"
     assert source.count(neighbour) == 1
     copied = types.ModuleType("copied_run_report")
     monkeypatch.setitem(sys.modules, copied.__name__, copied)  # its dataclasses look their module up

@@ -155,7 +155,7 @@ class SourceKeys(Section):
 
 
 class DataKeys(SourceKeys):
-    """Where the rows come from and what happens to broken ones."""
+    """Sources of the rows, and the treatment of broken ones."""
 
     data_path: Annotated[Name | None, BeforeValidator(_one_path)] = key(
         None,
@@ -270,7 +270,13 @@ class DataKeys(SourceKeys):
         Rule(
             "`label_kind: pair` and `grade` need a loss that takes listed pairs.",
             ("label_kind", "loss_type", "added_losses", "data"),
-            lambda config: _scores_without_a_loss(config),
+            lambda config: (
+                config.label_kind in {"pair", "grade"}
+                and not takes_pairs(*loss_names(config))
+                and f"label_kind {config.label_kind} gives pairs a score, and loss_type {config.loss_type} doesn't "
+                f"take listed pairs; set loss_type to {' or '.join(filter(takes_pairs, LOSSES.names()))}, or leave the "
+                "column out with label_kind: auto and column_mapping: {label: null}"
+            ),
         ),
     )
 
@@ -387,17 +393,6 @@ def _set_named_twice(config: "Config") -> str:
             if paths.count(path) > 1:
                 return f"{name} lists {path} twice; name it once"
     return ""
-
-
-def _scores_without_a_loss(config: "Config") -> str:
-    if config.label_kind not in {"pair", "grade"} or takes_pairs(*loss_names(config)):
-        return ""
-    taking = [name for name in LOSSES.names() if takes_pairs(name)]
-    return (
-        f"label_kind {config.label_kind} gives pairs a score, and loss_type {config.loss_type} doesn't take listed "
-        f"pairs; set loss_type to {' or '.join(taking)}, or leave the column out with label_kind: auto and "
-        "column_mapping: {label: null}"
-    )
 
 
 def _uneven_classes(config: "Config") -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,16 +44,6 @@ def seconds_of_parts(
     return {"step_seconds": step_seconds, "data_seconds": data_seconds, **own}
 
 
-@dataclass(frozen=True, slots=True)
-class RankReading:
-    """Numbers of all ranks since the reading before."""
-
-    # Name -> the number of each rank, in their order: times and tokens are means of a step, loss and memory the latest.
-    # A number that is measured nowhere is left out.
-    by_rank: Mapping[str, tuple[float, ...]]
-    summary: Mapping[str, float]  # how far they lie apart, as the row of the step has it
-
-
 class RankMeter:
     """Averages what this rank measures between two log lines, and gathers it from all."""
 
@@ -79,8 +68,14 @@ class RankMeter:
         self._loss = loss
         self._num_steps += 1
 
-    def read(self) -> RankReading:
-        """Gather the numbers of all ranks and begin anew. Every rank must call it at the same step."""
+    def read(self) -> tuple[dict[str, tuple[float, ...]], dict[str, float]]:
+        """Gather the numbers of all ranks and begin anew. Every rank must call it at the same step.
+
+        Returns:
+            Name -> the number of each rank, in their order: times and tokens are means of a step, loss and memory the
+            latest; a number that is measured nowhere is left out. And how far the ranks lie apart, as the row of the
+            step has it.
+        """
         load = utilisation(self._device)
         means = [total / max(1, self._num_steps) for total in self._sums.values()]
         own = [*means, self._loss, peak_memory_bytes(self._device), math.nan if load is None else load]
@@ -91,7 +86,7 @@ class RankMeter:
         x_WM = self._ranks.gather_rows(x_1M, [1] * self._ranks.world_size).tolist()
         columns = {name: tuple(row[place] for row in x_WM) for place, name in enumerate(NUMBERS_M)}
         by_rank = {name: values for name, values in columns.items() if not all(map(math.isnan, values))}
-        return RankReading(by_rank, summarise(by_rank))
+        return by_rank, summarise(by_rank)
 
 
 def summarise(by_rank: Mapping[str, tuple[float, ...]]) -> dict[str, float]:

@@ -111,13 +111,6 @@ class Scene:
             yield Scene(things, self.place, background)
 
 
-class Caption(NamedTuple):
-    """A caption and the description that it puts into words."""
-
-    text: str
-    says: Scene
-
-
 class Spot(NamedTuple):
     """One shape to draw: its centre and radius in pixels."""
 
@@ -138,7 +131,7 @@ def load(role: Role) -> LoadedRecords:
         picture = Image(f"{name}/{index}.png", draw_scene(scene))
         swapped = Image(f"{name}/{index}-swapped.png", draw_scene(swapped_scene(scene)))
         for caption in captions_of(scene, NUM_CAPTIONS[role]):
-            writer.add(caption.text, positives=[picture], negatives=[swapped], file=name, line=index + 1)
+            writer.add(caption, positives=[picture], negatives=[swapped], file=name, line=index + 1)
     facts = f"{name}: {plural(len(writer), 'caption')} of {plural(len(scenes), 'picture')} drawn here, 64 x 64 pixels."
     return LoadedRecords(writer.finish(), (facts,))
 
@@ -155,9 +148,11 @@ def load_retrieval(role: Role) -> RetrievalData:
         for description in scene.described_by():
             shown[description].append(name)
     # Ids are hashes of content, so a caption that two scenes share is one query.
-    captions = [caption for scene in scenes_of(role) for caption in captions_of(scene, NUM_CAPTIONS[role])]
-    queries = {content_name(caption.text): caption.text for caption in captions}
-    qrels = {content_name(caption.text): dict.fromkeys(shown[caption.says], 1) for caption in captions}
+    described: dict[str, Scene] = {}
+    for scene in scenes_of(role):
+        described |= captions_of(scene, NUM_CAPTIONS[role])
+    queries = {content_name(caption): caption for caption in described}
+    qrels = {content_name(caption): dict.fromkeys(shown[says], 1) for caption, says in described.items()}
     return RetrievalData(f"shapes/{split}", queries, documents, qrels)
 
 
@@ -189,20 +184,20 @@ def _splits() -> dict[Role, tuple[Scene, ...]]:
     return splits
 
 
-def captions_of(scene: Scene, count: int) -> list[Caption]:
-    """Return different captions of a scene, chosen by its hash.
+def captions_of(scene: Scene, count: int) -> dict[str, Scene]:
+    """Return different captions of a scene, chosen by its hash, with the description that each puts into words.
 
     Args:
         count: Number of captions, at most 8.
     """
     # Choices are drawn until enough of them differ in words; a scene has 12 captions or more.
-    captions: dict[str, Caption] = {}
+    captions: dict[str, Scene] = {}
     for number in itertools.count():
-        caption = _caption(scene, _hash(scene, f"caption {number}"))
-        captions.setdefault(caption.text, caption)
+        caption, description = _caption(scene, _hash(scene, f"caption {number}"))
+        captions.setdefault(caption, description)
         if len(captions) == count:
             break
-    return list(captions.values())
+    return captions
 
 
 def swapped_scene(scene: Scene) -> Scene:
@@ -293,8 +288,8 @@ def _hash(scene: Scene, purpose: str = "order") -> int:
     return hash_of(f"{purpose}|{things}|{scene.place}|{scene.background}")
 
 
-def _caption(scene: Scene, choice: int) -> Caption:
-    """Put a scene into words; the digits of `choice` say which, and what is left out."""
+def _caption(scene: Scene, choice: int) -> tuple[str, Scene]:
+    """Return a caption, chosen by the digits of `choice`, and the scene without what the caption leaves out."""
     # Three binary digits, and the rest, modulo the number of templates, is the template.
     choice, sized = divmod(choice, 2)
     choice, with_background = divmod(choice, 2)
@@ -312,7 +307,7 @@ def _caption(scene: Scene, choice: int) -> Caption:
         text = PAIR_TEMPLATES[choice % len(PAIR_TEMPLATES)].format(a=a, b=b, relation=relation)
     if with_background:
         text = BACKGROUND_TEMPLATE.format(caption=text, background=scene.background)
-    return Caption(text, Scene(things, scene.place, scene.background if with_background else None))
+    return text, Scene(things, scene.place, scene.background if with_background else None)
 
 
 SET = BuiltinSet(load, load_retrieval, holds_pictures=True)

@@ -166,7 +166,7 @@ def _graded_task(table: RecordTable, name: str, kind: PairKind) -> RetrievalData
             document_id = digest(document)
             documents.setdefault(document_id, document)
             of_query.setdefault(document_id, []).append(grade)
-    grades = {query: {one: fmean(each) for one, each in of_query.items()} for query, of_query in listed.items()}
+    grades = {query: {one: fmean(values) for one, values in of_query.items()} for query, of_query in listed.items()}
     num_pairs = sum(map(len, grades.values()))
     measure = "Spearman's rank correlation of similarity and grade" if kind == "grade" else "average precision"
     pairs = plural(num_pairs, "graded pair" if kind == "grade" else "judged pair")

@@ -3,6 +3,7 @@
 Also the split that a role reads of a set which has several.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -108,8 +109,11 @@ class Source(Section):
     @property
     def prompts(self) -> dict[Literal["query", "document"], str]:
         """Prompt of each side that has one of its own."""
-        given: dict[Literal["query", "document"], Any] = {"query": self.query_prompt, "document": self.document_prompt}
-        return {side: prompt for side, prompt in given.items() if prompt is not None}
+        prompts: dict[Literal["query", "document"], Any] = {
+            "query": self.query_prompt,
+            "document": self.document_prompt,
+        }
+        return {side: prompt for side, prompt in prompts.items() if prompt is not None}
 
 
 class SourceKeys(Section):
@@ -265,7 +269,15 @@ class DataKeys(SourceKeys):
         Rule(
             "`test_data_path` and `guard_data` must not name a set twice.",
             ("test_data_path", "guard_data"),
-            lambda config: _set_named_twice(config),
+            lambda config: next(
+                (
+                    f"{name} lists {path} twice; name it once"
+                    for name in ("test_data_path", "guard_data")
+                    for path, count in Counter(listed(getattr(config, name))).items()
+                    if count > 1
+                ),
+                "",
+            ),
         ),
         Rule(
             "`label_kind: pair` and `grade` need a loss that takes listed pairs.",
@@ -384,14 +396,6 @@ def _wrong_loss_of_source(config: "Config") -> str:
                 f"data[{number}].loss: a mixed batch holds rows of all sources and has one loss; set source_batches to "
                 "single, or leave the loss out"
             )
-    return ""
-
-
-def _set_named_twice(config: "Config") -> str:
-    for name, paths in (("test_data_path", listed(config.test_data_path)), ("guard_data", listed(config.guard_data))):
-        for path in paths:
-            if paths.count(path) > 1:
-                return f"{name} lists {path} twice; name it once"
     return ""
 
 

@@ -355,7 +355,7 @@ class _Loader:
     def _read_blocks(self, file: Path, images: ImageRoot) -> None:
         """Check the rows of a file of JSONL: a block of them at once where all are texts and right."""
         self._has_header = False
-        defaults = {each.name: each.typed(each.default) for each in self.extra}
+        defaults = {column.name: column.typed(column.default) for column in self.extra}
         for block in line_blocks(file):
             # Three paths, each slower and more careful than the one before: a block of texts at once (no Python per
             # row), a block of rows that are alike (parsed at once, checked one by one), and line by line.
@@ -469,7 +469,7 @@ class _Loader:
             negatives=record.negatives,
             label=record.label,
             scores=record.scores,
-            columns={each.name: each.typed(record.columns.get(each.name, each.default)) for each in self.extra},
+            columns={extra.name: extra.typed(record.columns.get(extra.name, extra.default)) for extra in self.extra},
             file=file,
             line=int(line),
         )
@@ -550,11 +550,11 @@ class _Loader:
             "pairs": "label_kind: pair or grade, and a label or score",
             "lists": "label_kind: grade, and as label or score a list of numbers, one for each of its documents",
         }
-        wanted = " or ".join(needs[each] for each in sorted(loss.takes) if each in needs)
+        wanted = " or ".join(needs[kind] for kind in sorted(loss.takes) if kind in needs)
         # One walk over all records, for losses of pairs and classes only.
         for record in table:
             has = {"classes": record.label is not None, "pairs": bool(record.scores), "lists": len(record.scores) > 1}
-            if not any(has.get(each) for each in loss.takes):
+            if not any(has.get(kind) for kind in loss.takes):
                 raise DataError(
                     f"{record.location}: loss_type {loss.name} learns nothing from this row: it needs {wanted}"
                 )

@@ -117,13 +117,13 @@ def shard_rows(path: Path) -> Iterator[RawRow]:
             raise _refused(path, name, "a member's name is KEY.EXTENSION, such as 0001.jpg")
         # Members of one key follow each other, as writers of WebDataset promise: a sample is complete where the next
         # key begins, so that one sample is in memory, and a key that comes again is an error.
-        if (own := f"{folder}/{stem}") != key:
+        if (key_of_member := f"{folder}/{stem}") != key:
             if number:
                 yield number, problem or row
-            if own in known:
+            if key_of_member in known:
                 raise _refused(path, name, "members of its key stand in two places of the shard")
-            known.add(own)
-            number, key, row, problem = number + 1, own, {}, ""
+            known.add(key_of_member)
+            number, key, row, problem = number + 1, key_of_member, {}, ""
         try:
             cells = _cells(extension.lower(), data, decoder)
         except ValueError as error:
@@ -203,8 +203,12 @@ def members(path: Path) -> Iterator[tuple[str, memoryview]]:
         name, kind = extended.get("path", header.name), header.type
         # A size that is no number is beyond every shard, and so refused as truncated.
         size = header.size
-        if (told := extended.get("size")) is not None:
-            size = int(told) if told.isascii() and told.isdecimal() and len(told) < 19 else 2**63
+        if (extended_size := extended.get("size")) is not None:
+            size = (
+                int(extended_size)
+                if extended_size.isascii() and extended_size.isdecimal() and len(extended_size) < 19
+                else 2**63
+            )
         begin, end = at + BLOCK_BYTES, at + BLOCK_BYTES + size
         if not 0 <= begin <= end <= len(shard):
             raise _refused(path, name, f"the shard is truncated: it ends at byte {len(shard):,}, the member at {end:,}")

@@ -182,9 +182,9 @@ class DualEncoder(TwoTowers, TransformersPictures):
                 name,
                 parts=(f"model.{name}_model", projection),
                 projection=(projection, f"model.{name}_model.head"),  # CLIP's linear one; SigLIP's pooling heads
-                config=own,
+                config=tower_config,
             )
-            for name, projection, own in towers
+            for name, projection, tower_config in towers
         )
 
     @override
@@ -200,8 +200,8 @@ class DualEncoder(TwoTowers, TransformersPictures):
         config = self.model.config
         towers = (config.text_config, self.max_length), (config.vision_config, self.picture_tokens)
         return max(
-            layer_values(own.num_hidden_layers, own.hidden_size, own.num_attention_heads, length)
-            for own, length in towers
+            layer_values(tower.num_hidden_layers, tower.hidden_size, tower.num_attention_heads, length)
+            for tower, length in towers
         )
 
     @override

@@ -231,8 +231,8 @@ class Trainer:
         state.num_truncated += totals.truncated
         epoch = numbers.stop / run.sampler.batches_per_epoch
         row = self._row(totals, epoch, seconds=time.perf_counter() - started)
-        own = {} if temperature is None else {"temperature": temperature}
-        return {**row, "learning_rate": learning_rate, "grad_norm": grad_norm, **own}
+        row |= {"learning_rate": learning_rate, "grad_norm": grad_norm}
+        return row if temperature is None else {**row, "temperature": temperature}
 
     def _row(self, totals: StepTotals, epoch: float, *, seconds: float) -> dict[str, float]:
         """Return what metrics.jsonl says of a step's batches, and where its seconds went on this rank."""

@@ -20,7 +20,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import BytesIO
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import PIL.Image
 import PIL.ImageDraw
@@ -35,7 +35,7 @@ from vembed.data.table_writer import RecordWriter
 from vembed.text import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from vembed.data.keys import Role
 
@@ -109,16 +109,6 @@ class Scene:
         unsized = tuple(replace(thing, size=None) for thing in self.things)
         for things, background in itertools.product((self.things, unsized), (self.background, None)):
             yield Scene(things, self.place, background)
-
-
-class Spot(NamedTuple):
-    """One shape to draw: its centre and radius in pixels."""
-
-    shape: str
-    colour: str
-    x: int
-    y: int
-    radius: int
 
 
 def load(role: Role) -> LoadedRecords:
@@ -214,9 +204,11 @@ def swapped_scene(scene: Scene) -> Scene:
 
 
 def draw_scene(scene: Scene) -> bytes:
-    """Draw a scene as a PNG of 64 x 64 pixels, equal for equal scenes (with one version of Pillow)."""
+    """Draw a scene as a PNG of `SIDE` x `SIDE` pixels, equal for equal scenes (with one version of Pillow)."""
     assert scene.background is not None, "a picture has a background"
-    spots = []
+    behind = BACKGROUNDS[scene.background]
+    canvas = PIL.Image.new("RGB", (SIDE * OVERSAMPLING, SIDE * OVERSAMPLING), behind)
+    pen = PIL.ImageDraw.Draw(canvas)
     for number, thing in enumerate(scene.things):
         assert thing.size is not None, "a drawn object has a size"
         if len(scene.things) == 1:
@@ -224,44 +216,31 @@ def draw_scene(scene: Scene) -> bytes:
         else:
             step = 2 * number - 1
             right, down = (step, 0) if scene.place == "left of" else (0, step)
-        jitter = _hash(scene, f"jitter {number}")  # up to 2 pixels each way, so that a place is no constant
-        x, y = 32 + 15 * right + jitter % 5 - 2, 32 + 15 * down + jitter // 5 % 5 - 2
-        spots.append(Spot(thing.shape, thing.colour, x, y, SIZES[thing.size]))
-    buffer = BytesIO()
-    draw(spots, scene.background).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
-
-
-def draw(spots: Iterable[Spot], background: str) -> PIL.Image.Image:
-    """Return an RGB picture of `SIDE` x `SIDE` pixels.
-
-    Args:
-        background: A key of `BACKGROUNDS`.
-    """
-    side = SIDE * OVERSAMPLING
-    canvas = PIL.Image.new("RGB", (side, side), BACKGROUNDS[background])
-    pen = PIL.ImageDraw.Draw(canvas)
-    for spot in spots:
-        x, y, radius = (value * OVERSAMPLING for value in (spot.x, spot.y, spot.radius))
-        fill = COLOURS[spot.colour]
-        if spot.shape in {"circle", "ring"}:
+        # The centre moves by up to 2 pixels each way, so that a place is no constant.
+        jitter = _hash(scene, f"jitter {number}")
+        centre = 32 + 15 * right + jitter % 5 - 2, 32 + 15 * down + jitter // 5 % 5 - 2
+        x, y, radius = (value * OVERSAMPLING for value in (*centre, SIZES[thing.size]))
+        fill = COLOURS[thing.colour]
+        if thing.shape in {"circle", "ring"}:
             pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
-            if spot.shape == "ring":
+            if thing.shape == "ring":
                 hole = radius // 2
-                pen.ellipse((x - hole, y - hole, x + hole, y + hole), fill=BACKGROUNDS[background])
-        elif spot.shape == "square":
+                pen.ellipse((x - hole, y - hole, x + hole, y + hole), fill=behind)
+        elif thing.shape == "square":
             half = round(radius * 0.85)
             pen.rectangle((x - half, y - half, x + half, y + half), fill=fill)
-        elif spot.shape == "cross":
+        elif thing.shape == "cross":
             arm = radius // 3
             pen.rectangle((x - radius, y - arm, x + radius, y + arm), fill=fill)
             pen.rectangle((x - arm, y - radius, x + arm, y + radius), fill=fill)
-        elif spot.shape == "triangle":
+        elif thing.shape == "triangle":
             pen.polygon(_corners(x, y, [radius] * 3), fill=fill)
         else:
-            assert spot.shape == "star", spot.shape
+            assert thing.shape == "star", thing.shape
             pen.polygon(_corners(x, y, [radius, round(radius * 0.4)] * 5), fill=fill)
-    return canvas.reduce(OVERSAMPLING)
+    buffer = BytesIO()
+    canvas.reduce(OVERSAMPLING).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
 
 
 def _corners(x: int, y: int, radii: list[int]) -> list[tuple[float, float]]:

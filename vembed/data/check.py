@@ -101,7 +101,7 @@ MOST_SHOWN = 2_000
 """Characters of what is listed of one row."""
 
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d[\d,.]*")
-"""What differs from row to row in a reason: quoted values and numbers."""
+"""Parts of a reason that differ from row to row: quoted values and numbers."""
 
 _NOT_UTF8 = {
     ".csv": "not valid UTF-8",
@@ -112,7 +112,7 @@ _NOT_UTF8 = {
 """End of the name of a file that iconv can read -> what the reason of a row that isn't UTF-8 begins with."""
 
 _MISSING = "missing"
-"""What the reason of a missing column begins with; what else it says differs from row to row."""
+"""Beginning of the reason of a missing column; the rest of it differs from row to row."""
 
 
 class Kind(NamedTuple):

@@ -252,7 +252,7 @@ class _JsonText:
 # --- Tables of text
 
 DELIMITERS = {"\t": "tabs", ";": "semicolons", ",": "commas", "|": "pipes"}
-"""What cells may be told apart by, in words."""
+"""Characters that may stand between cells, and their names in messages."""
 
 OWN_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """Suffix -> the delimiter that it stands for; .txt stands for none."""

@@ -27,10 +27,10 @@ LabelKind = Literal["auto", "class", "pair", "grade"]
 """Meaning of a label: the row's class, whether the pair belongs together (1 or 0), or how close it is."""
 
 Role: TypeAlias = Literal["train", "validation", "test", "guard"]
-"""What a set is for."""
+"""Purpose of a set in a run."""
 
 BUILTIN_PREFIX = "builtin:"
-"""How a path begins that names a set which code makes."""
+"""Beginning of a path that names a set which code makes."""
 
 SPLIT_NAMES: dict[Role, tuple[str, ...]] = {
     "train": ("train",),

@@ -42,7 +42,7 @@ ADAPTER = "default"
 """peft's name for the one adapter."""
 
 SAVED_PREFIX = "base_model.model."
-"""What peft puts before the name of each tensor in a file."""
+"""Prefix of every tensor's name in a file of peft."""
 
 SAMPLED_VALUES = 1024
 """Values of each frozen tensor that its fingerprint covers: any fine-tuning changes nearly all of them."""

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from vembed.models.plannable import Tower, TowerInputs, TowerName
 
 PADS_TEXTS = {"clip": False, "siglip": True, "siglip2": True}
-"""Whether every text is padded to the full length, unmasked, by the model_type of config.json."""
+"""True for a model_type of config.json whose texts are all padded to the full length, and the padding attended to."""
 
 
 class DualEncoder(TwoTowers, TransformersPictures):

@@ -57,13 +57,13 @@ TOKENIZERS_SWITCH = "TOKENIZERS_PARALLELISM"
 """Read by Hugging Face's tokenizers; unset, they warn of a fork."""
 
 ALIGNMENT = 64
-"""Where an array may begin in a block, in bytes: any type of number can be read there."""
+"""Arrays begin at multiples of so many bytes in a block: any type of number can be read there."""
 
 CLOSE_SECONDS = 10.0
-"""How long workers may take to end what they are at, before they are killed: nothing of theirs is needed then."""
+"""Time that workers have to finish before they are killed: none of their batches is needed any more."""
 
 DYING_SECONDS = 2.0
-"""How long after an error it may turn out that a worker's death was its cause."""
+"""Time after an error in which the death of a worker, its cause, may still show."""
 
 _SIGNS_OF_DEATH = (RuntimeError, OSError, EOFError)
 _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 PARTS = ("model", "loss", "optimizer")
 
 ELASTIC_KEYS = ("strategy", "mode", "sharding_factor", "world_size")
-"""How the work is spread: another way computes the same, in another order of adding up."""
+"""Keys of how the work is spread: other values give the same sums, added up in another order."""
 
 LATER_KEYS = ("teacher",)
 """Parts of a run's identity that its checkpoints once didn't have; one without says nothing of them."""
@@ -68,7 +68,7 @@ MODEL_MARGIN = 1.1
 """The room that a model's folder is given, for each byte of its weights: tokenizer and settings come with them."""
 
 ROW_BYTES = 600
-"""What a step takes in metrics.jsonl, about."""
+"""Approximate size of a step's row in metrics.jsonl."""
 
 _log = logging.getLogger(__name__)
 

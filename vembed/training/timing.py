@@ -1,4 +1,4 @@
-"""Where the time of a step went and what memory it took, as metrics.jsonl gives them, and how the ranks differ in both.
+"""Time and memory of a step by part, as metrics.jsonl has them, and how the ranks differ in both.
 
 Each rank measures itself. What differs between ranks is gathered once in a logging interval, in one small collective,
 and the row of that step says how far they lie apart.

@@ -89,7 +89,14 @@ class NonFiniteGuard:
             "module_grad_norms": {name: _number(norm) for name, norm in norms.items()},
             "record_ids": list(record_ids),
         }
-        report = self._write(Path(f"nonfinite-step-{step}.json"), content)
+        report = Path(f"nonfinite-step-{step}.json")
+        if self._folder is not None:  # else another rank writes: it has the same batch and norms
+            report = self._folder / report
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                replace_text(report, json.dumps(content, indent=1, allow_nan=False) + "\n")
+            except OSError as error:  # a disk that refuses must not hide the error that is reported
+                _log.warning("%s can't be written: %s", report, error)
         numbers = (("the loss", loss), ("the gradient norm", grad_norm))
         parts = [f"{name} is {_number(value)}" for name, value in numbers if not math.isfinite(value)]
         parts = parts or ["another process has a loss or gradient that is not finite"]
@@ -108,18 +115,6 @@ class NonFiniteGuard:
         self.skipped += 1
         _log.warning("%s; step skipped (%d of at most %d), see %s", what, self.skipped, self._limit, report)
         return False
-
-    def _write(self, path: Path, content: Mapping[str, object]) -> Path:
-        """Write a report and return its path; a disk that refuses must not hide the error that is reported."""
-        if self._folder is None:  # the rank that writes has the same batch and norms
-            return path
-        path = self._folder / path
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            replace_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-        except OSError as error:
-            _log.warning("%s can't be written: %s", path, error)
-        return path
 
 
 def _number(value: float) -> float | str:

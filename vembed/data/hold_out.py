@@ -179,8 +179,9 @@ def held_out_task(
     added = {content_name(item): item for item in table.items.at(others)}
     if not added:
         return task
-    own = plural(len(task.documents), "document")
-    note = f"the {name.replace('held out', 'held-out')} queries search their own {own} and {len(added):,} of training."
+    count = plural(len(task.documents), "document")
+    queries = f"the {name.replace('held out', 'held-out')} queries"
+    note = f"{queries} search their own {count} and {len(added):,} of training."
     return replace(task, documents={**added, **task.documents}, notes=(*task.notes, note))
 
 

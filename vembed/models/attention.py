@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from vembed.batch import Ragged
 
 NAME = "vembed"
-"""What these functions are called among the attention functions of transformers."""
+"""Name of these functions among the attention functions of transformers."""
 
 FILLED = "vembed_filled"
-"""What they are called there where what is masked at the right is read."""
+"""Name where the positions that are masked at the right are read as well."""
 
 PICTURES = "vembed_flash"
-"""What `attend_to_pictures` is called there: the word "flash" has models give the lengths of pictures, not splits."""
+"""Name of `attend_to_pictures`: by the word "flash" models pass the lengths of pictures instead of splitting them."""
 
 _OWN_ATTENTION = frozenset({"mpnet"})
 """Types of models whose layers call no attention function, but take the masks of one."""

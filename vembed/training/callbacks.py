@@ -106,11 +106,13 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
-        for each in callbacks:
-            if isinstance(each, type) or not (callable(each) or any(hasattr(each, name) for name in _METHODS.values())):
+        for callback in callbacks:
+            if isinstance(callback, type) or not (
+                callable(callback) or any(hasattr(callback, name) for name in _METHODS.values())
+            ):
                 raise TypeError(
-                    f"callbacks: {each!r} is no callback; give a function of an event, or an object with some of the "
-                    f"methods {', '.join(_METHODS.values())}"
+                    f"callbacks: {callback!r} is no callback; give a function of an event, or an object with some of "
+                    f"the methods {', '.join(_METHODS.values())}"
                 )
         self._callbacks = tuple(callbacks)
         self.failure: Exception | None = None  # what the first callback that failed has raised
@@ -118,11 +120,11 @@ class Callbacks:
     @property
     def names(self) -> str:
         """The callbacks by name, which must be the same on every rank."""
-        return ", ".join(getattr(each, "__name__", type(each).__name__) for each in self._callbacks)
+        return ", ".join(getattr(callback, "__name__", type(callback).__name__) for callback in self._callbacks)
 
     def hear(self, kind: type[Event]) -> bool:
         """Return whether any callback listens to events of a kind."""
-        return any(callable(each) or hasattr(each, _METHODS[kind]) for each in self._callbacks)
+        return any(callable(callback) or hasattr(callback, _METHODS[kind]) for callback in self._callbacks)
 
     def ask(self, event: Event, ranks: Ranks) -> Decision:
         """Tell all callbacks of an event and return what they decide, the same on every rank.

@@ -57,13 +57,13 @@ TOKENIZERS_SWITCH = "TOKENIZERS_PARALLELISM"
 """Read by Hugging Face's tokenizers; unset, they warn of a fork."""
 
 ALIGNMENT = 64
-"""Where an array may begin in a block, in bytes: any type of number can be read there."""
+"""Arrays begin at multiples of so many bytes in a block: any type of number can be read there."""
 
 CLOSE_SECONDS = 10.0
-"""How long workers may take to end what they are at, before they are killed: nothing of theirs is needed then."""
+"""Time that workers have to finish before they are killed: none of their batches is needed any more."""
 
 DYING_SECONDS = 2.0
-"""How long after an error it may turn out that a worker's death was its cause."""
+"""Time after an error in which the death of a worker, its cause, may still show."""
 
 _SIGNS_OF_DEATH = (RuntimeError, OSError, EOFError)
 _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -112,8 +112,8 @@ class BatchLoader:
         if step != self._next_step:
             raise ValueError(f"step {step} is asked for, and step {self._next_step} comes next")
         parcel = next(self._iterator)
-        if isinstance(parcel, _Failure):
-            raise parcel.error
+        if isinstance(parcel, VembedError):
+            raise parcel
         self._next_step += 1
         return self._source.prepared(parcel.unpacked())
 
@@ -148,7 +148,7 @@ class BatchLoader:
         signal_handling._set_SIGCHLD_handler()
         with _ready_to_fork(), _children_may_die(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # the plan says it
-            loader: DataLoader[_Parcel | _Failure] = DataLoader(
+            loader: DataLoader[_Parcel | VembedError] = DataLoader(
                 _FeaturedSteps(self._source, num_workers, os.getpid()),
                 batch_size=None,
                 sampler=range(step, self._num_batches),
@@ -240,27 +240,20 @@ def block_bytes(num_bytes: int) -> int:
     return max(1, -(-num_bytes // step)) * step
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error that is the user's to fix, on its way from a worker: it is to be raised as it is."""
-
-    error: VembedError
-
-
-class _FeaturedSteps(Dataset["_Parcel | _Failure"]):
-    """The steps as DataLoader sees them: item i is the batch of step i."""
+class _FeaturedSteps(Dataset["_Parcel | VembedError"]):
+    """The steps as DataLoader sees them: item i is the batch of step i, or the error that the user has to fix."""
 
     def __init__(self, source: BatchSource, num_workers: int, parent: int) -> None:
         self.source = source
         self.parent = parent
         self._num_workers = num_workers
 
-    def __getitem__(self, step: int) -> _Parcel | _Failure:
+    def __getitem__(self, step: int) -> _Parcel | VembedError:
         try:
             return _Parcel.of(self.source.features(step), self._num_workers)
         except VembedError as error:
             # Raised here, it would come back from DataLoader with the worker's traceback as its message.
-            return _Failure(error)
+            return error
 
 
 @contextmanager

@@ -33,7 +33,6 @@ from vembed.evaluation.report.curves import SOURCE_LOSS
 from vembed.evaluation.report.speed import PARTS
 from vembed.text import show_duration
 from vembed.training.callbacks import EvaluationEvent, SaveEvent, StepEvent
-from vembed.training.guard import StepFacts
 from vembed.training.progress import LABEL_COLUMNS, Heartbeat, step_line
 from vembed.training.timing import RankMeter, peak_memory_bytes, seconds_of_parts
 from vembed.training.trackers import read_rows, tell
@@ -210,9 +209,14 @@ class Trainer:
             _log.info("step %d: float16 overflow at scale %g; skipped", step + 1, optimizer.scale.value)
             accepted = False
         else:
-            module_norms = optimizer.module_norms  # computed only for the report of a bad step
-            facts = StepFacts(step + 1, totals.loss, grad_norm, totals.record_ids, temperature, module_norms)
-            accepted = run.guard.accepts(facts)
+            accepted = run.guard.accepts(
+                step + 1,
+                loss=totals.loss,
+                grad_norm=grad_norm,
+                record_ids=totals.record_ids,
+                temperature=temperature,
+                module_norms=optimizer.module_norms,  # computed only for the report of a bad step
+            )
 
         # 5. Step. Rejected gradients are dropped; the weights stay as they were.
         if accepted:
@@ -227,8 +231,8 @@ class Trainer:
         state.num_truncated += totals.truncated
         epoch = numbers.stop / run.sampler.batches_per_epoch
         row = self._row(totals, epoch, seconds=time.perf_counter() - started)
-        own = {} if temperature is None else {"temperature": temperature}
-        return {**row, "learning_rate": learning_rate, "grad_norm": grad_norm, **own}
+        row |= {"learning_rate": learning_rate, "grad_norm": grad_norm}
+        return row if temperature is None else {**row, "temperature": temperature}
 
     def _row(self, totals: StepTotals, epoch: float, *, seconds: float) -> dict[str, float]:
         """Return what metrics.jsonl says of a step's batches, and where its seconds went on this rank."""
@@ -256,10 +260,11 @@ class Trainer:
         run, step, steps = self.run, self.state.step, self.run.plan.steps
         run.clock.add_step(row["step_seconds"])
         is_shown = step % run.config.logging_steps == 0 or step in (1, steps.total)
-        reading = self._meter.read() if is_shown else None  # a collective: once per line, not once per step
-        tell(run.trackers, "log", step, row if reading is None else {**row, **reading.summary})
-        if reading is not None:
-            tell(run.trackers, "log_ranks", step, reading.by_rank)
+        # Reading is a collective: once per line, not once per step.
+        by_rank, summary = self._meter.read() if is_shown else (None, {})
+        tell(run.trackers, "log", step, {**row, **summary})
+        if by_rank is not None:
+            tell(run.trackers, "log_ranks", step, by_rank)
         if is_shown:
             _log.info("%s", step_line(row, steps, step, seconds_left=run.clock.seconds_left(steps, step)))
             self._heartbeat.spoken()

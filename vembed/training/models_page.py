@@ -75,8 +75,8 @@ def render_classes() -> str:
         "| Models | What decides | Pooling | Prompts | `trainable` | `model/` is written for |",
         "|---|---|---|---|---|---|",
     ]
-    for each in classes:
-        about = each.about
+    for encoder_class in classes:
+        about = encoder_class.about
         if about is not None:
             cells = [about.models, about.decides, about.pooling, about.prompts]
             lines.append(_row(*cells, about.trainable, about.writes))

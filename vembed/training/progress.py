@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 FIRST_SILENCE_SECONDS, LONGEST_SILENCE_SECONDS = 10.0, 60.0
-"""How long a step may pass without a line: short at first, twice as long after each line."""
+"""Longest time of a step without a line: short at first, twice as long after each line."""
 
 POLL_SECONDS = 1.0
 

@@ -175,8 +175,10 @@ def _open(config: Config, runtime: Runtime, output: OutputFolder, mode: Mode, st
         stack: Closed at the end of the run; holds the lock of the output folder, train.log and this rank's log level.
     """
     ranks, watchdog, words, trains = runtime.ranks, runtime.watchdog, runtime.watchdog.words, mode == "train"
-    if not ranks.is_first:
-        stack.enter_context(_only_warnings())
+    if not ranks.is_first:  # the log lines are the first rank's
+        logger = logging.getLogger("vembed")
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.WARNING)
     if trains:
         ranks.from_first(lambda: stack.enter_context(hold_output(output.path)))
     checkpoint = find_checkpoint(config, runtime, output) if trains else None
@@ -607,15 +609,3 @@ def _errors_explained(watchdog: Watchdog) -> Iterator[None]:
         if advice is None:
             raise
         raise MachineError(f"{advice}{watchdog.words}") from error
-
-
-@contextmanager
-def _only_warnings() -> Iterator[None]:
-    """Leave the log lines to the first rank inside the block."""
-    logger = logging.getLogger("vembed")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -126,21 +126,21 @@ class Callbacks:
         """Return whether any callback listens to events of a kind."""
         return any(callable(callback) or hasattr(callback, _METHODS[kind]) for callback in self._callbacks)
 
-    def ask(self, event: Event, ranks: Ranks) -> Decision:
+    def notify(self, event: Event, ranks: Ranks) -> Decision:
         """Tell all callbacks of an event and return what they decide, the same on every rank.
 
-        A callback that fails is the last that is asked: `failure` keeps its error.
+        A callback that fails is the last that hears of it: `failure` keeps its error.
         """
         if self.failure is not None or not self.hear(type(event)):
             return Decision()
-        decision = ranks.from_first(lambda: self._ask(event))
+        decision = ranks.from_first(lambda: self._notify_here(event))
         # The error itself may not survive pickling. The other ranks make one of its words, so that all of them save the
         # step and end at the same line of the loop.
         if decision.failed is not None and self.failure is None:
             self.failure = MachineError(f"{decision.failed} on the first process, which tells why")
         return decision
 
-    def _ask(self, event: Event) -> Decision:
+    def _notify_here(self, event: Event) -> Decision:
         name = _METHODS[type(event)]
         stop: str | None = None
         rate: float | None = None

@@ -287,7 +287,8 @@ def _load_model(
 class Run:
     """A run whose data are read, whose plan is made and whose model is loaded.
 
-    The parts that the loop works with are properties, made when they are first asked for.
+    The parts that the loop works with are properties, made when they are first asked for, and they keep what they see
+    then. `_train` sets sampler, state, trackers and stop, in this order; ask for guard, engine or evaluations after it.
     """
 
     config: Config
@@ -488,7 +489,7 @@ def _train(run: Run, plan_text: str, stop: StopSignal | None) -> RunResult:
 
         words.doing = "finishing"
         result = finish_run(run, baseline)
-        run.callbacks.ask(EndEvent(result), ranks)
+        run.callbacks.notify(EndEvent(result), ranks)
         words.doing = "telling the trackers"  # uploading a large model takes long; no other rank waits for it
         track_end(run, result)
         if run.callbacks.failure is not None:

@@ -248,7 +248,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, inputs: dict[str, Tensor]) -> PackedRows:
-        """Read what `pack` made, without waiting for the device."""
+        """Read what `pack_rows` made, without waiting for the device."""
         lengths_S, (num_rows, longest) = inputs["lengths"], inputs["rows"].shape[1:]
         device, num_tokens = lengths_S.device, inputs["input_ids"].shape[1]
         # Everything below is arithmetic on the device. Counts that Python needs come from shapes, which the host knows.

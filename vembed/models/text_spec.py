@@ -251,6 +251,12 @@ def position_offset(config: PreTrainedConfig) -> int:
     return (pad if isinstance(pad, int) else 1) + 1
 
 
+def position_padding_id(config: PreTrainedConfig) -> int | None:
+    """Return the padding id that the positions of RoBERTa-like models begin behind; None where they begin at 0."""
+    offset = position_offset(config)
+    return offset - 1 if offset else None
+
+
 def _steady_length(config: PreTrainedConfig) -> int | None:
     """Return the tokens above which the longest text of a call changes the rotary positions of all; None: never."""
     text_config = config.get_text_config()

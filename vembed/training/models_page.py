@@ -71,7 +71,7 @@ def family_table() -> str:
     for kind in FAMILIES.names():
         family = FAMILIES.load(kind)
         count = family.most_image_tokens
-        most = "its processor's" if count is None else f"{count:,}"
+        most = "set by its processor" if count is None else f"{count:,}"
         rows.append((family.name, kind, family.pooling, most, _quoted(family.instruction)))
     return _table("Family|`model_type`|Pooling|Most tokens of a picture|Instruction", rows)
 

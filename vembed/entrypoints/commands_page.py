@@ -34,9 +34,9 @@ def _parser(name: str, words: tuple[str, ...]) -> argparse.ArgumentParser:
     """Return the parser that answers `vembed NAME WORDS --help`."""
     found: list[argparse.ArgumentParser] = []
     # A command makes its parser itself and hands it to nobody; argparse shows the one that was asked for help.
-    with patch.object(argparse.ArgumentParser, "print_help", lambda parser, *_: found.append(parser)):
-        with suppress(SystemExit):
-            COMMANDS.load(name)([*words, "--help"], program=f"vembed {name}")
+    shown = patch.object(argparse.ArgumentParser, "print_help", lambda parser, *_: found.append(parser))
+    with shown, suppress(SystemExit):
+        COMMANDS.load(name)([*words, "--help"], program=f"vembed {name}")
     return found[0]
 
 

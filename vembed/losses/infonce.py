@@ -15,9 +15,10 @@ of one cell, whose logit is s S_ij:
     exp(s S_ij - log(e^p_i + e^n_i))                    of a negative,
     -exp(s S_ij - p_i) sigmoid(n_i - p_i)               of a positive,
 
-which keeps its digits where p_i is far above n_i: 1 - softmax would cancel. With weight w_i (share of the query x
-weight of the prefix) each slope is times w_i; the code adds log w_i to the shift, so that one number of a row,
-log w_i - log(e^p_i + e^n_i), turns the logits of all of its negatives into slopes: exp(logit + shift).
+which keeps its digits where p_i is far above n_i: 1 - softmax would cancel. With a loss of its own, a positive has
+exp(s S_ij - log(e^p_i + e^n_i)) - 1 / |P(i)|. With weight w_i (share of the query x weight of the prefix) each slope is
+times w_i. So one number of a row, its shift log w_i - log(e^p_i + e^n_i), turns the logits of all of its negatives into
+slopes: exp(logit + shift).
 
 The calls come from streamed.py:
 
@@ -88,7 +89,7 @@ class Hardness(NamedTuple):
         return self.strength * similarity_QD.detach() * is_weighed_QD
 
     def weigh_negatives_(self, logits_RC: Tensor, tile: Tile, scale: float) -> None:
-        """Add the same to the logits s S of a tile, in place; positives and masked cells are -inf and stay so."""
+        """Add the same to the logits s S of a tile, in place, where positives and masked cells are -inf and stay so."""
         flat_logits = logits_RC.view(-1)
         factor = 1.0 + self.strength / scale  # (s + strength) S from s S: one multiplication
         # Indexing copies: for in_batch_negatives these cells are restored after the whole tile was multiplied.
@@ -128,7 +129,7 @@ class SoftmaxLoss(CellLoss):
     ) -> None:
         super().__init__(**options)
         assert not (self.positives_apart and focal_gamma), (
-            "with positives_apart the streamed loss would weigh by another function than the definition's focal_gamma"
+            "focal_gamma with positives_apart: the streamed loss would compute another function than the definition"
         )
         log_scale = torch.tensor(math.log(1.0 / temperature), dtype=torch.promote_types(dtype, torch.float32))
         self.log_scale: Tensor
@@ -289,6 +290,7 @@ class SoftmaxSweep(Sweep):
         super().__init__(tiles)
         self.reach = "batch" if columns else "row"
         self.hardness = hardness
+        # Hardness adds to logits, which may then pass the bound.
         self.is_bounded = tiles.largest_logit <= BOUNDED_LOGIT and hardness is None
         like, num_prefixes, cell_map = tiles.zeros(), tiles.num_prefixes, tiles.cell_map
         self.rows = LogSumExp.empty(num_prefixes, cell_map.num_rows, like=like, bounded=self.is_bounded)
@@ -296,6 +298,7 @@ class SoftmaxSweep(Sweep):
         if columns:
             self.columns = LogSumExp.empty(num_prefixes, cell_map.num_columns, like=like, bounded=self.is_bounded)
         self.positives_KP = tiles.zeros(num_prefixes, len(cell_map.pair_rows))  # logits of the positive pairs
+        # Known once the sums are complete:
         self.row_shifts_KQ = tiles.zeros(num_prefixes, cell_map.num_rows)
         self.column_shifts_KD: Tensor | None = None
         self.pair_slopes_KP = torch.zeros_like(self.positives_KP)
@@ -323,7 +326,10 @@ class SoftmaxSweep(Sweep):
         self.rows.add_logits((prefix, tile.rows), logits_RC, dim=1, scratch_RC=scratch_RC)
 
     def slopes(self, part: TileLogits) -> Tensor:
-        """Turn logits into exp(logit + shift), summed over both directions; -inf becomes 0."""
+        """Turn logits into exp(logit + shift), summed over both directions, and return the slopes of the positives.
+
+        Positives and masked cells are -inf, which becomes 0.
+        """
         matrix_RC, tile, prefix = part.logits_RC, part.tile, part.prefix
         pair_slopes_P = self.pair_slopes_KP[prefix, tile.pairs]
         row_shifts_R1 = self.row_shifts_KQ[prefix, tile.rows, None]
@@ -391,7 +397,7 @@ class InfoNCESweep(SoftmaxSweep):
         line_loss, pair_loss, self.column_shifts_KD, slopes_KP = self._terms(
             negatives, positives, self.positives_KP, cell_map.pair_columns, self.column_weights_KD, self.counts_D
         )
-        self.loss += line_loss * self.rank_share + pair_loss
+        self.loss += line_loss * self.rank_share + pair_loss  # `line_loss` is equal on every rank
         self.pair_slopes_KP += slopes_KP
 
     def _terms(
@@ -403,6 +409,7 @@ class InfoNCESweep(SoftmaxSweep):
         weights_KL: Tensor,
         counts_L: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return loss of lines, loss of pairs, shifts and slopes by the formula that the loss asks for."""
         n_KL, p_KL = negatives.value(), positives.value()
         if counts_L is None:
             return terms_of_summed_positives(n_KL, p_KL, logits_KP, lines_P, weights_KL, self.focal_gamma)
@@ -460,11 +467,11 @@ def line_terms(
 
     Gap and shift are -inf where a line has no positives: its loss and its slopes become 0 without a branch.
     """
-    counts_KL = p_KL != -math.inf  # NaN counts, so that it reaches the loss
-    gap_KL = torch.where(counts_KL, n_KL - p_KL, -math.inf)
+    has_positives_KL = p_KL != -math.inf  # true for NaN, so that it reaches the loss
+    gap_KL = torch.where(has_positives_KL, n_KL - p_KL, -math.inf)
     if focal_gamma:
         # sigmoid(n - p) = 1 - (share of the positives), without the cancellation of 1 - share.
         weights_KL = weights_KL * gap_KL.sigmoid().pow(focal_gamma)
     total_KL = torch.logaddexp(n_KL, p_KL)
-    shifts_KL = torch.where(counts_KL, weights_KL.log() - total_KL, -math.inf)
+    shifts_KL = torch.where(has_positives_KL, weights_KL.log() - total_KL, -math.inf)
     return weights_KL, gap_KL, total_KL, shifts_KL

@@ -1,17 +1,20 @@
-"""Kept vectors and results: read exactly while they are true, done again when anything they were made of changes."""
+"""A benchmark keeps vectors and results: read exactly while they are true, made again when anything of them changes."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
+import PIL.Image
 import pytest
 import torch
 
 from vembed.data.judged import RetrievalData
+from vembed.entrypoints.evaluate import main
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.benchmark.names import model_labels, set_labels, unique_folders
 from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry, ItemList, run_benchmark
@@ -20,17 +23,16 @@ from vembed.evaluation.results import EvaluationResult
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.tables import NgramBag, NgramBagConfig
-from vembed.vectors.provenance import (
-    changed_parts,
-    items_digest,
-    model_key,
-    vectors_key,
-)
+from vembed.vectors.provenance import changed_parts, items_digest, model_key, vectors_key
 
 KEY = {"weights": "a", "texts": "b"}
+
+
 RESULT = EvaluationResult(
     "task", "bag", {"ndcg@10": 0.5}, {"ndcg@10": {"q1": 0.5}}, {"q1": (("d1", 0.25),)}, 1, 2, ("a note.",), 0.5
 )
+
+
 COST = Cost(3, 12.0, milliseconds_per_query=0.1, milliseconds_p95=0.2, milliseconds_p99=0.3, num_timed=1)
 
 
@@ -176,23 +178,70 @@ def test_a_broken_result_is_done_again_and_strangers_files_are_left_alone(tmp_pa
     assert (stranger / "thesis.txt").read_text() == "years of work"
 
 
-def test_names_are_short_and_no_two_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_short_tell_no_secret_and_no_two_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("runs/a/model", "runs/b/model", "bag"):
+    for name in ("runs/a/model", "runs/b/model", "bag", "secret=one", "secret=two"):
         (tmp_path / name).mkdir(parents=True)
-    assert model_labels(["runs/a/model", "bag", "owner/name"]) == ["a/model", "bag", "owner/name"]
-    assert model_labels(["runs/a/model", "runs/b/model"]) == ["a/model", "b/model"]
-    with pytest.raises(ConfigError, match="named twice"):
-        model_labels(["bag", "./bag"])
-    folders = unique_folders(["a b", "a/b", "c", "BM25"], taken=("BM25",))
-    assert len(set(folders)) == 4
-    assert folders[2] == "c"
-    assert "BM25" not in folders
+    for names, labels in (
+        (["runs/a/model", "bag", "owner/name"], ["a/model", "bag", "owner/name"]),
+        (["runs/a/model", "runs/b/model"], ["a/model", "b/model"]),
+        (["bag", "secret=one"], ["bag", "secret=***"]),
+        (["secret=one", "secret=two"], ["secret=*** #1", "secret=*** #2"]),
+    ):
+        assert model_labels(names) == labels
     assert set_labels(["scifact/test", "tldr/test"], ["x/scifact", "x/tldr"]) == ["scifact/test", "tldr/test"]
     assert set_labels(["s/test", "s/test"], ["x/s", "y/s"]) == ["s/test (x/s)", "s/test (y/s)"]
-    for secret in ("secret=one", "secret=two"):
-        (tmp_path / secret).mkdir()
-    assert model_labels(["bag", "secret=one"]) == ["bag", "secret=***"]
-    assert model_labels(["secret=one", "secret=two"]) == ["secret=*** #1", "secret=*** #2"]
-    with pytest.raises(ConfigError, match="x/s is named twice"):
-        set_labels(["s", "s"], ["x/s", "x/s/"])
+    for label, twice in ((model_labels, (["bag", "./bag"],)), (set_labels, (["s", "s"], ["x/s", "x/s/"]))):
+        with pytest.raises(ConfigError, match="named twice"):
+            label(*twice)
+    folders = unique_folders(["a b", "a/b", "c", "BM25"], taken=("BM25",))
+    assert len({*folders, "BM25"}) == 5
+    assert folders[2] == "c"
+
+
+COUNT = 12
+
+
+@pytest.fixture
+def captions(tmp_path: Path) -> Path:
+    """A set of captions that search pictures."""
+    folder = tmp_path / "captions"
+    folder.mkdir()
+    rows = []
+    for number in range(COUNT):
+        buffer = io.BytesIO()
+        PIL.Image.new("RGB", (16, 16), (20 * number, 255 - 20 * number, 90)).save(buffer, "PNG")
+        (folder / f"{number}.png").write_bytes(buffer.getvalue())
+        rows.append({"query": f"shade number {number}", "positive_image": f"{number}.png"})
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    path = tmp_path / "words.jsonl"
+    rows = [{"query": f"word {number}", "positive": f"the word {number}"} for number in range(COUNT)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def evaluate(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments], program="vembed evaluate")
+
+
+def board_of(output: Path) -> dict:
+    return json.loads((output / "leaderboard.json").read_text())
+
+
+def test_word_matching_stands_on_the_sets_that_it_can_take_and_has_no_mean(
+    captions: Path, words: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert evaluate("builtin:tiny-clip", "bm25", "--data", captions, words, "--output", out) == 0
+    board = board_of(out)
+    assert board["sets"] == ["rows.jsonl", "words.jsonl"], "in the order of the command"
+    assert [row["system"] for row in board["systems"]] == ["builtin:tiny-clip", "BM25"], "whoever lacks a set is last"
+    first, last = board["systems"]
+    assert isinstance(first["mean"], float)
+    assert (last["mean"], last["interval"], len(last["sets"])) == (None, None, 1)

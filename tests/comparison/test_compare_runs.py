@@ -8,18 +8,98 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import yaml
 from kit.pages import Page, assert_sound
-from run_cases import CONTENT, METRIC, result, values_of, write_run
 from scipy import stats
 
 from vembed.errors import ConfigError
 from vembed.evaluation.judge import compare, holm, paired_p_value
+from vembed.evaluation.results import EvaluationResult, write_evaluation
 from vembed.pages.text import MINUS
 from vembed.workflows.comparison.compare import compare_runs
 from vembed.workflows.comparison.page import overlays, terminal_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+
+METRIC = "ndcg@10"
+
+
+CONTENT = "a" * 64
+
+
+ENVIRONMENT = {"vembed": "0.1.0", "torch": "2.15.0", "device": "the CPU"}
+
+
+def values_of(seed: int, *, count: int = 40) -> list[float]:
+    """Return a value for each query, between 0 and 1."""
+    return np.random.default_rng(seed).uniform(0.2, 0.7, count).round(3).tolist()
+
+
+def result(values: Sequence[float], *, task: str = "toy/test", num_documents: int = 50, metric: str = METRIC) -> Any:
+    """Return a result whose first document is right where the value is above one half."""
+    ids = [f"q{place:03}" for place in range(len(values))]
+    return EvaluationResult(
+        task=task,
+        system="model",
+        metrics={metric: float(np.mean(values))},
+        per_query={metric: dict(zip(ids, map(float, values), strict=True))},
+        run={
+            query: (("right" if value > 0.5 else "wrong", 0.9), ("other", 0.1))
+            for query, value in zip(ids, values, strict=True)
+        },
+        num_queries=len(values),
+        num_documents=num_documents,
+    )
+
+
+def write_run(
+    folder: Path,
+    values: Sequence[float] | None,
+    *,
+    untrained: Sequence[float] | None = None,
+    config: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    hashes: Mapping[str, str] | None = None,
+    report: Mapping[str, Any] | None = None,
+    steps: int = 30,
+    further: Mapping[str, Sequence[float]] | None = None,
+    **options: Any,
+) -> Path:
+    """Write what a run leaves; without values one that hasn't finished, and with an empty report none."""
+    folder.mkdir(parents=True)
+    settings = {"metric_for_best_model": METRIC, "test_data_path": "gone.jsonl", "learning_rate": 2e-5}
+    settings |= {"batch_size": "auto"} | dict(config or {})
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings), "utf-8")
+    candidates = [{"recommended": True, "bytes_per_device": {"total": 4_000_000}}]
+    decided = {"strategy": "single", "world_size": 1, "steps": 30, "batch_size": 16, "candidates": candidates}
+    (folder / "plan.json").write_text(json.dumps(decided | dict(plan or {})), "utf-8")
+    speed = {"step_seconds": 0.5, "samples_per_second": 32.0, "tokens_per_second": 640.0, "peak_memory_bytes": 5e6}
+    rows = ({"step": n, "loss": 3.0 / n, "learning_rate": 1e-5 * n, **speed} for n in range(1, steps + 1))
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+    evaluation = folder / "evaluation"
+    write_evaluation(evaluation / "step-0", result(untrained or values_of(0), task="toy/dev"))
+    write_evaluation(evaluation / "step-30", result(values or values_of(1), task="toy/dev"))
+    if values is None:
+        return folder
+    write_evaluation(evaluation / "final", result(values, **options))
+    write_evaluation(evaluation / "baseline", result(untrained or values_of(0, count=len(values)), **options))
+    for key, more in (further or {}).items():
+        for place in ("baseline", "final"):
+            write_evaluation(evaluation / key / place, result(more, task=f"toy/{key}"))
+    written = {
+        "schema_version": 1,
+        "data_facts": [["training records", "84"], ["note", "held out"]],
+        "data_hashes": {"training": "b" * 64, "test": CONTENT} if hashes is None else hashes,
+        "environment": ENVIRONMENT,
+    } | dict(report or {})
+    if report != {}:
+        (folder / "report").mkdir()
+        (folder / "report" / "report.json").write_text(json.dumps(written), "utf-8")
+        (folder / "report" / "report.html").write_text("<html></html>", "utf-8")
+    return folder
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from kit.pages import Page, assert_sound
+from kit.runs import write_rows as written
 
 from vembed.api.model import load
 from vembed.data import near
@@ -38,12 +39,6 @@ def sentence(draw: random.Random, count: int = 12) -> str:
 def clean_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
     draw = random.Random(seed)
     return [{"query": sentence(draw), "positive": sentence(draw, 20)} for _ in range(count)]
-
-
-def written(path: Path, rows: list[Any]) -> Path:
-    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
-    path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
-    return path
 
 
 @pytest.fixture
@@ -77,12 +72,10 @@ def test_clean_rows_give_no_finding(checked: Callable[..., Any]) -> None:
         ("html_in_texts", "a <p class='x'>paragraph</p>", "a < b > c, and <unknown> words"),
         ("entities_in_texts", "salt &amp; pepper&#39;s", "AT&T; salt & pepper"),
         ("mojibake", "caf\u00c3\u00a9", "S\u00c3O na\u00efve \u2019 20 \u00b0C"),
-        ("lost_characters", "caf\ufffd", "caf\u00e9"),
-        ("missing_values", "NaN", "none of them is null"),
-        ("missing_values", "None", "Nan is a grandmother"),
-        ("missing_values", "null", "a null pointer"),
+        ("lost_characters", "caf\ufffd", "caf\u00e9"), ("missing_values", "NaN", "none of them is null"),
+        ("missing_values", "None", "Nan is a grandmother"), ("missing_values", "null", "a null pointer"),
     ],
-)
+)  # fmt: skip
 def test_traces_of_exports_and_wrong_encodings_are_found(
     kind: str, spoilt: str, sound: str, checked: Callable[..., Any]
 ) -> None:
@@ -301,6 +294,10 @@ def test_show_prints_rows_as_training_sees_them(tmp_path: Path, capsys: pytest.C
         assert line in said
     assert "train.jsonl:2" in said
     assert "train.jsonl:3" not in said
+    later = {"anchor": "a red fox", "positive": "un renard"}
+    data = written(tmp_path / "later.jsonl", [later, {**later, "neg": "un chat"}])
+    assert main(["show", str(data)], program="vembed data") == 0
+    assert "negatives       column neg" in capsys.readouterr().out, "a column that later rows bring"
 
 
 def test_columns_are_mapped_as_in_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

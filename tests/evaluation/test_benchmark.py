@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
-import PIL.Image
 import pytest
 import torch
 
 from vembed.data.judged import RetrievalData
-from vembed.entrypoints.evaluate import main
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.benchmark.names import model_labels, set_labels, unique_folders
 from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry, ItemList, run_benchmark
@@ -197,51 +194,3 @@ def test_names_are_short_tell_no_secret_and_no_two_are_alike(tmp_path: Path, mon
     folders = unique_folders(["a b", "a/b", "c", "BM25"], taken=("BM25",))
     assert len({*folders, "BM25"}) == 5
     assert folders[2] == "c"
-
-
-COUNT = 12
-
-
-@pytest.fixture
-def captions(tmp_path: Path) -> Path:
-    """A set of captions that search pictures."""
-    folder = tmp_path / "captions"
-    folder.mkdir()
-    rows = []
-    for number in range(COUNT):
-        buffer = io.BytesIO()
-        PIL.Image.new("RGB", (16, 16), (20 * number, 255 - 20 * number, 90)).save(buffer, "PNG")
-        (folder / f"{number}.png").write_bytes(buffer.getvalue())
-        rows.append({"query": f"shade number {number}", "positive_image": f"{number}.png"})
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture
-def words(tmp_path: Path) -> Path:
-    path = tmp_path / "words.jsonl"
-    rows = [{"query": f"word {number}", "positive": f"the word {number}"} for number in range(COUNT)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def evaluate(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments], program="vembed evaluate")
-
-
-def board_of(output: Path) -> dict:
-    return json.loads((output / "leaderboard.json").read_text())
-
-
-def test_word_matching_stands_on_the_sets_that_it_can_take_and_has_no_mean(
-    captions: Path, words: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    assert evaluate("builtin:tiny-clip", "bm25", "--data", captions, words, "--output", out) == 0
-    board = board_of(out)
-    assert board["sets"] == ["rows.jsonl", "words.jsonl"], "in the order of the command"
-    assert [row["system"] for row in board["systems"]] == ["builtin:tiny-clip", "BM25"], "whoever lacks a set is last"
-    first, last = board["systems"]
-    assert isinstance(first["mean"], float)
-    assert (last["mean"], last["interval"], len(last["sets"])) == (None, None, 1)

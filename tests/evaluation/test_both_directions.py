@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import PIL.Image
 import pytest
 import torch
+from kit.runs import write_rows
 
 from vembed.batch import Composed, Image
 from vembed.data.judged import RetrievalData
@@ -110,13 +111,10 @@ def test_what_may_not_be_ranked_is_turned_round_too() -> None:
 @pytest.mark.parametrize(
     ("query", "document", "crosses"),
     [
-        ("text", PICTURE, True),
-        (PICTURE, "text", True),
-        ("text", "text", False),
-        (PICTURE, PICTURE, False),
+        ("text", PICTURE, True), (PICTURE, "text", True), ("text", "text", False), (PICTURE, PICTURE, False),
         (Composed((PICTURE,), "in red"), PICTURE, False),
     ],
-)
+)  # fmt: skip
 def test_only_texts_against_pictures_cross(query: Item, document: Item, crosses: bool) -> None:
     task = RetrievalData("s", {"q": query}, {"d": document}, {"q": {"d": 1}})
     assert task.crosses_modalities == task.reversed().crosses_modalities == crosses
@@ -181,25 +179,18 @@ COUNT = 12
 @pytest.fixture
 def captions(tmp_path: Path) -> Path:
     """A set of captions that search pictures."""
-    folder = tmp_path / "captions"
+    folder, rows = tmp_path / "captions", []
     folder.mkdir()
-    rows = []
     for number in range(COUNT):
-        buffer = io.BytesIO()
-        PIL.Image.new("RGB", (16, 16), (20 * number, 255 - 20 * number, 90)).save(buffer, "PNG")
-        (folder / f"{number}.png").write_bytes(buffer.getvalue())
+        PIL.Image.new("RGB", (16, 16), (20 * number, 255 - 20 * number, 90)).save(folder / f"{number}.png")
         rows.append({"query": f"shade number {number}", "positive_image": f"{number}.png"})
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(folder / "rows.jsonl", rows)
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
-    path = tmp_path / "words.jsonl"
     rows = [{"query": f"word {number}", "positive": f"the word {number}"} for number in range(COUNT)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(tmp_path / "words.jsonl", rows)
 
 
 @pytest.fixture
@@ -261,11 +252,9 @@ def test_a_rerun_encodes_nothing_and_the_option_adds_only_the_other_direction(
 
 
 def test_the_reverse_is_the_set_of_pictures_that_search_their_captions(captions: Path, tmp_path: Path) -> None:
-    turned = captions.parent / "turned.jsonl"
     rows = [json.loads(line) for line in captions.read_text().splitlines()]
-    turned.write_text(
-        "".join(json.dumps({"query_image": row["positive_image"], "positive": row["query"]}) + "\n" for row in rows)
-    )
+    rows = [{"query_image": row["positive_image"], "positive": row["query"]} for row in rows]
+    turned = write_rows(captions.with_name("turned.jsonl"), rows)
     out = tmp_path / "out"
     assert command("builtin:tiny-clip", "--data", captions, turned, "--output", out, "--both-directions") == 0
     values = {cell["task"]: cell["value"] for cell in board_of(out)["systems"][0]["sets"]}
@@ -284,3 +273,16 @@ def test_sets_of_texts_are_searched_in_one_direction_and_alone_the_option_is_ref
     assert command(tmp_path / "bag", "--data", words, "--output", out) == 0
     assert command("builtin:tiny-clip", "--data", words, captions, "--output", out, "--both-directions") == 0
     assert board_of(out)["sets"] == ["words.jsonl", "rows.jsonl", "rows.jsonl reversed"]
+
+
+def test_word_matching_stands_on_the_sets_that_it_can_take_and_has_no_mean(
+    captions: Path, words: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert command("builtin:tiny-clip", "bm25", "--data", captions, words, "--output", out) == 0
+    board = board_of(out)
+    assert board["sets"] == ["rows.jsonl", "words.jsonl"], "in the order of the command"
+    assert [row["system"] for row in board["systems"]] == ["builtin:tiny-clip", "BM25"], "whoever lacks a set is last"
+    first, last = board["systems"]
+    assert isinstance(first["mean"], float)
+    assert (last["mean"], last["interval"], len(last["sets"])) == (None, None, 1)

@@ -34,35 +34,18 @@ if TYPE_CHECKING:
 
 
 MODEL = ModelFacts(
-    form="sentence-transformers",
-    takes_texts=True,
-    takes_pictures=False,
-    dimension=32,
-    max_length=256,
-    similarity="cosine",
-    prompts={"query": "find: ", "document": ""},
-    num_parameters=12_345,
-    dtype="float32",
-    described={"attention": "sdpa"},
-    recipe=None,
-)
+    form="sentence-transformers", takes_texts=True, takes_pictures=False, dimension=32, max_length=256,
+    similarity="cosine", prompts={"query": "find: ", "document": ""}, num_parameters=12_345, dtype="float32",
+    described={"attention": "sdpa"}, recipe=None,
+)  # fmt: skip
 
 
 CONFIG: dict[str, object] = {
-    "model_name": "example/tiny-bert",
-    "data_path": "example/pairs:default",
-    "test_data_path": "/home/alice/data/secret project/test.jsonl",
-    "output_dir": "/home/alice/runs/first",
-    "loss_type": "infonce",
-    "temperature": 0.05,
-    "learning_rate": 2e-5,
-    "batch_size": 16,
-    "seed": 7,
-    "metric_for_best_model": "ndcg@10",
-    "image_augmentation": "none",
-    "max_steps": None,
-    "epochs": 3,
-}
+    "model_name": "example/tiny-bert", "data_path": "example/pairs:default",
+    "test_data_path": "/home/alice/data/secret project/test.jsonl", "output_dir": "/home/alice/runs/first",
+    "loss_type": "infonce", "temperature": 0.05, "learning_rate": 2e-5, "batch_size": 16, "seed": 7,
+    "metric_for_best_model": "ndcg@10", "image_augmentation": "none", "max_steps": None, "epochs": 3,
+}  # fmt: skip
 
 
 PLAN = {"strategy": "single", "steps": 42, "global_batch_size": 64, "retain": 0.5, "dtype": "float32"}

@@ -11,42 +11,18 @@ from vembed.evaluation.diagnosis import Setup, diagnose, diagnosis_lines, perfor
 from vembed.evaluation.judge import Comparison, Verdict
 
 GPU = Setup(
-    device="cuda",
-    memory_bytes=80_000_000_000,
-    num_cores=16,
-    world_size=4,
-    dtype="bfloat16",
-    num_workers=4,
-    chunk_rows=512,
-    chunk_tokens=16384,
-    keeps_all=True,
-    smaller_chunk=None,
-    learning_rate=2e-3,
-    skipped_steps=0,
-)
+    device="cuda", memory_bytes=80_000_000_000, num_cores=16, world_size=4, dtype="bfloat16", num_workers=4,
+    chunk_rows=512, chunk_tokens=16384, keeps_all=True, smaller_chunk=None, learning_rate=2e-3, skipped_steps=0,
+)  # fmt: skip
 
 
 HEALTHY = {
-    "step_seconds": 1.0,
-    "data_seconds": 0.02,
-    "encode_seconds": 0.85,
-    "wait_seconds": 0.02,
-    "loss_seconds": 0.03,
-    "reduce_seconds": 0.04,
-    "update_seconds": 0.02,
-    "samples_per_second": 256.0,
-    "tokens_per_second": 20000.0,
-    "peak_memory_bytes": 60e9,
-    "padding_ratio": 1.05,
-    "replay_drift": 0.0,
-    "num_chunks": 4,
-    "oom_repairs": 0,
-    "grad_norm": 0.7,
-    "token_imbalance": 1.01,
-    "encode_imbalance": 1.02,
-    "slowest_rank": 3,
+    "step_seconds": 1.0, "data_seconds": 0.02, "encode_seconds": 0.85, "wait_seconds": 0.02, "loss_seconds": 0.03,
+    "reduce_seconds": 0.04, "update_seconds": 0.02, "samples_per_second": 256.0, "tokens_per_second": 20000.0,
+    "peak_memory_bytes": 60e9, "padding_ratio": 1.05, "replay_drift": 0.0, "num_chunks": 4, "oom_repairs": 0,
+    "grad_norm": 0.7, "token_imbalance": 1.01, "encode_imbalance": 1.02, "slowest_rank": 3,
     "device_utilisation": 0.95,
-}
+}  # fmt: skip
 
 
 def run_of(changes: dict[str, Any], *, steps: int = 12) -> list[dict[str, float]]:
@@ -145,7 +121,7 @@ def test_a_healthy_run_has_no_finding_and_the_log_shows_the_split() -> None:
         ("little memory left", {"largest_rank_memory_bytes": 75e9}, {"largest_rank_memory_bytes": 70e9}),
         ("out of memory", {"oom_repairs": 1}, {"oom_repairs": 0}),
     ],
-)
+)  # fmt: skip
 def test_each_rule_speaks_beyond_its_threshold_and_not_within(
     cause: str, beyond: dict[str, float], within: dict[str, float]
 ) -> None:

@@ -169,3 +169,13 @@ def test_a_registered_metric_that_returns_no_number_or_fails_is_named(value: Any
     place = rf"_metrics\.py:{line}: ZeroDivisionError" if isinstance(value, Exception) else "returned"
     with pytest.raises(ConfigError, match=rf"metric broken of .*_metrics.* query 'q' at k = 1.*{place}|{place}.*k = 1"):
         score_run({}, {"q": {"a": 1}}, (1,))
+
+
+def nothing(ranked: Sequence[int], judged: Sequence[int], k: int) -> float:
+    return 0.0
+
+
+def test_one_of_our_own_may_be_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(METRICS, "_builtin", METRICS._builtin | {"nothing": f"{__name__}:nothing"})
+    monkeypatch.setattr(METRICS, "_entries", METRICS._entries | {"nothing": nothing})
+    assert score_run({}, {"q": {"a": 1}}, (1,))["nothing@1"] == {"q": 0.0}

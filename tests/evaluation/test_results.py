@@ -30,16 +30,11 @@ if TYPE_CHECKING:
 
 
 SMALL = EvaluationResult(
-    task="tiny/test",
-    system="my model, step 100",
-    metrics={"ndcg@10": 1 / 3},
+    task="tiny/test", system="my model, step 100", metrics={"ndcg@10": 1 / 3},
     per_query={"ndcg@10": {"q1": 2 / 3, "q2": 0.0}},
-    run={"q1": (("d2", 0.1), ("d1", float(np.float32(0.1))), ("d0", -1e-30)), "q2": ()},
-    num_queries=2,
-    num_documents=3,
-    notes=("1 query shares no word with the corpus: nothing found.",),
-    seconds=0.123456789,
-)
+    run={"q1": (("d2", 0.1), ("d1", float(np.float32(0.1))), ("d0", -1e-30)), "q2": ()}, num_queries=2,
+    num_documents=3, notes=("1 query shares no word with the corpus: nothing found.",), seconds=0.123456789,
+)  # fmt: skip
 
 
 def random_task() -> tuple[RetrievalData, dict[str, NDArray[np.float32]]]:

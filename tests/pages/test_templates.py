@@ -95,31 +95,15 @@ def test_templates_are_found_and_travel_with_the_package() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("plain text, 0.5 (ok) - fine!", "plain text, 0.5 (ok) - fine!"),
-        ("ndcg@10", "ndcg@10"),
-        ("gradient_cache_chunk_size", "gradient_cache_chunk_size"),
-        ("a -> b", "a -> b"),
-        ("_soft_", "\\_soft\\_"),
-        ("a|b", "a&#124;b"),
-        ("`x`", "&#96;x&#96;"),
-        ("<b>", "&lt;b>"),
-        ("&lt;", "&amp;lt;"),
-        ("[a](b)", "\\[a\\](b)"),
-        ("a\nb\r\n\tc", "a b&#92;x0d c"),
-        ("- item", "&#45; item"),
-        ("---", "&#45;--"),
-        ("> quote", "&#62; quote"),
-        ("1. one", "1&#46; one"),
-        ("12) one", "12&#41; one"),
-        ("1.5 GB", "1.5 GB"),
-        ("https://x", "https&#58;//x"),
-        ("www.x", "www&#46;x"),
-        ("me@x.org @you", "me@<!-- -->x.org @<!-- -->you"),
-        ("$x$", "&#36;x&#36;"),
-        ("\\*", "&#92;\\*"),
-        ("\x1b[0m", "&#92;x1b\\[0m"),
+        ("plain text, 0.5 (ok) - fine!", "plain text, 0.5 (ok) - fine!"), ("ndcg@10", "ndcg@10"),
+        ("gradient_cache_chunk_size", "gradient_cache_chunk_size"), ("a -> b", "a -> b"), ("_soft_", "\\_soft\\_"),
+        ("a|b", "a&#124;b"), ("`x`", "&#96;x&#96;"), ("<b>", "&lt;b>"), ("&lt;", "&amp;lt;"),
+        ("[a](b)", "\\[a\\](b)"), ("a\nb\r\n\tc", "a b&#92;x0d c"), ("- item", "&#45; item"), ("---", "&#45;--"),
+        ("> quote", "&#62; quote"), ("1. one", "1&#46; one"), ("12) one", "12&#41; one"), ("1.5 GB", "1.5 GB"),
+        ("https://x", "https&#58;//x"), ("www.x", "www&#46;x"), ("me@x.org @you", "me@<!-- -->x.org @<!-- -->you"),
+        ("$x$", "&#36;x&#36;"), ("\\*", "&#92;\\*"), ("\x1b[0m", "&#92;x1b\\[0m"),
     ],
-)
+)  # fmt: skip
 def test_only_active_characters_are_escaped(text: str, expected: str) -> None:
     assert escape(text) == expected
 

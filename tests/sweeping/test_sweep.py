@@ -84,25 +84,15 @@ def test_corners_have_every_value_once() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["learing_rate=1"], "learning_rate"),
-        (["learning_rate"], "KEY=VALUE"),
-        (["=1"], "KEY=VALUE"),
-        (["learning_rate=1,,2"], "missing"),
-        (["learning_rate=1,1"], "twice"),
-        (["learning_rate=2..1"], "smaller"),
-        (["learning_rate=1..1e999"], "smaller"),
-        (["learning_rate=e..1"], "two numbers"),
-        (["output_dir=a,b"], "--output"),
-        (["resume=never"], "--output"),
-        (["seeds=1"], "seed=1,2,3"),
-        (["val_data_path=a"], "same sets"),
-        (["test_data_path=a"], "same sets"),
-        (["metric_for_best_model=mrr@10"], "compared by"),
-        (["lr=1", "learning_rate=2"], "already"),
-        (["logging_steps=1,2"], "nothing"),
-        (["cpu_offload=true,false"], "nothing"),
+        (["learing_rate=1"], "learning_rate"), (["learning_rate"], "KEY=VALUE"), (["=1"], "KEY=VALUE"),
+        (["learning_rate=1,,2"], "missing"), (["learning_rate=1,1"], "twice"), (["learning_rate=2..1"], "smaller"),
+        (["learning_rate=1..1e999"], "smaller"), (["learning_rate=e..1"], "two numbers"),
+        (["output_dir=a,b"], "--output"), (["resume=never"], "--output"), (["seeds=1"], "seed=1,2,3"),
+        (["val_data_path=a"], "same sets"), (["test_data_path=a"], "same sets"),
+        (["metric_for_best_model=mrr@10"], "compared by"), (["lr=1", "learning_rate=2"], "already"),
+        (["logging_steps=1,2"], "nothing"), (["cpu_offload=true,false"], "nothing"),
     ],
-)
+)  # fmt: skip
 def test_words_that_cannot_be_tried_say_what_to_write(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=rf"--try.*{told}"):
         parse_tries(words)

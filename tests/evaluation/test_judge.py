@@ -1,4 +1,4 @@
-"""The interval: known cases, coverage, and the three verdicts."""
+"""Verdicts: intervals and p-values of known cases, how often they hold the truth, and the same over several seeds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vembed.evaluation.judge import compare, holm, mean_interval, paired_p_value, sum_interval, verdict
+from vembed.evaluation.judge import (
+    compare,
+    holm,
+    mean_interval,
+    paired_p_value,
+    seeds_interval,
+    seeds_verdict,
+    sum_interval,
+    verdict,
+)
 from vembed.evaluation.results import EvaluationResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
 
 METRIC = "ndcg@10"
 
@@ -32,13 +42,6 @@ def result(
         num_queries=len(per_query),
         num_documents=1,
     )
-
-
-def test_a_constant_difference_has_an_interval_of_zero_width() -> None:
-    before = np.arange(50) / 128  # sums of eighths of a power of two are exact
-    comparison = compare(result(before), result(before + 0.125), METRIC)
-    assert comparison.low == comparison.high == comparison.difference == 0.125
-    assert comparison.candidate - comparison.baseline == 0.125
 
 
 def test_the_interval_of_two_queries_is_the_one_worked_out_by_hand() -> None:
@@ -61,6 +64,8 @@ def test_a_sum_over_sets_has_the_degrees_of_freedom_of_welch() -> None:
     # Both sets: variance of the mean 1/6 / 4 = 1/24; together 1/12, and 2 * 3 = 6 degrees: t of tables 2.446912.
     sets = [result([0.5, 0.5, 0.0, 1.0]), result([0.0, 0.5, 1.0, 0.5])]
     assert sum_interval(sets, [METRIC]) == pytest.approx((1 - 2.446912 / 12**0.5, 1 + 2.446912 / 12**0.5), abs=1e-6)
+    total = sum_interval(sets, [METRIC])
+    assert mean_interval(sets, METRIC) == pytest.approx([bound / 2 for bound in total])
 
 
 def test_bounds_stay_where_a_mean_of_such_a_metric_can_be() -> None:
@@ -69,23 +74,6 @@ def test_bounds_stay_where_a_mean_of_such_a_metric_can_be() -> None:
     assert mean_interval([result([0.0] * 19 + [0.5])], METRIC)[0] == 0.0
     low, high = mean_interval([result([100.0] * 19 + [50.0])], METRIC)  # a metric of another range
     assert low < 97.5 < 100 < high
-
-
-def test_the_interval_agrees_with_the_normal_one_for_many_queries() -> None:
-    rng = np.random.default_rng(0)
-    before, after = rng.uniform(size=400), rng.uniform(size=400)
-    comparison = compare(result(before), result(after), METRIC)
-    error = float(np.std(after - before)) / 20
-    assert comparison.low == pytest.approx(comparison.difference - 1.96 * error, abs=0.06 * error)
-    assert comparison.high == pytest.approx(comparison.difference + 1.96 * error, abs=0.06 * error)
-
-
-def test_symmetric_noise_is_within_noise() -> None:
-    before = np.full(100, 0.5)
-    after = before + np.where(np.arange(100) % 2, 0.1, -0.1)
-    judged = verdict(result(before), result(after), METRIC)
-    assert judged.comparison.low < 0 < judged.comparison.high
-    assert judged.word == "within noise"
 
 
 SIMULATIONS = 1000
@@ -140,25 +128,6 @@ def test_the_paired_test_rejects_a_true_null_in_3_to_6_percent(kind: str, count:
     assert 0.03 <= np.mean(np.array(p_values) < 0.05) <= 0.06
 
 
-def test_pairing_takes_the_difficulty_of_the_queries_out() -> None:
-    before = np.linspace(0, 0.9, 100)
-    after = before + np.random.default_rng(0).normal(0.03, 0.02, size=100)
-    comparison = compare(result(before), result(after), METRIC)
-    low, high = mean_interval([result(after)], METRIC)
-    assert comparison.high - comparison.low < 0.2 * (high - low)
-    assert verdict(result(before), result(after), METRIC).word == "improved"
-
-
-def test_the_interval_of_a_mean_holds_it_and_narrows_with_more_queries() -> None:
-    values = np.random.default_rng(0).uniform(size=1600)
-    widths = []
-    for count in (100, 1600):
-        low, high = mean_interval([result(values[:count])], METRIC)
-        assert low < values[:count].mean() < high
-        widths.append(high - low)
-    assert widths[0] / widths[1] == pytest.approx(4, rel=0.15)
-
-
 def test_the_order_of_the_queries_does_not_matter() -> None:
     rng = np.random.default_rng(0)
     before, after = result(rng.uniform(size=30)), result(rng.uniform(size=30))
@@ -183,59 +152,39 @@ def test_the_verdict_follows_the_interval(shift: float, word: str) -> None:
     assert judged.sentence.startswith(f"{word}: {METRIC} 0.500 -> ")
 
 
-def test_the_sentence_gives_means_difference_interval_and_queries() -> None:
-    judged = verdict(result([0.25] * 64), result([0.5] * 64), METRIC)
-    assert judged.sentence == ("improved: ndcg@10 0.250 -> 0.500 (+0.250, 95% interval +0.250 to +0.250, 64 queries)")
-    down = verdict(result([0.5] * 64), result([0.25] * 64), METRIC, confidence=0.995)
-    assert down.sentence == "worse: ndcg@10 0.500 -> 0.250 (-0.250, 99.5% interval -0.250 to -0.250, 64 queries)"
-    same = verdict(result([0.5] * 64), result([0.5] * 64), METRIC)
-    assert same.sentence == "within noise: ndcg@10 0.500 -> 0.500 (+0.000, 95% interval +0.000 to +0.000, 64 queries)"
+@pytest.mark.parametrize(
+    ("before", "after", "confidence", "sentence"),
+    [
+        ([0.25] * 64, [0.5] * 64, 0.95, "improved: 0.250 -> 0.500 (+0.250, 95% interval +0.250 to +0.250, 64 queries)"),
+        ([0.5] * 64, [0.25] * 64, 0.995, "worse: 0.500 -> 0.250 (-0.250, 99.5% interval -0.250 to -0.250, 64 queries)"),
+        ([0.5] * 4, [0.5] * 3 + [0.5 - 2**-14], 0.95,
+         "within noise: 0.500 -> 0.500 (+0.000, 95% interval +0.000 to +0.000, 4 queries)"),
+        ([0.5] * 8, [0.5 + 2**-13] * 8, 0.95,
+         "improved: 0.5000 -> 0.5001 (+0.0001, 95% interval +0.0001 to +0.0001, 8 queries)"),
+        ([0.25], [0.75], 0.95, "within noise: 0.250 -> 0.750 (+0.500, 1 query: too few for an interval)"),
+    ],
+    ids=["better", "another confidence", "no minus zero", "small and sure", "one query"],
+)  # fmt: skip
+def test_the_sentence_gives_means_difference_interval_and_queries(
+    before: list[float], after: list[float], confidence: float, sentence: str
+) -> None:
+    judged = verdict(result(before), result(after), METRIC, confidence=confidence)
+    assert judged.sentence == sentence.replace(": 0", f": {METRIC} 0", 1)
 
 
-def test_a_difference_that_rounds_to_zero_has_no_minus_sign() -> None:
-    judged = verdict(result([0.5] * 4), result([0.5, 0.5, 0.5, 0.5 - 2**-14]), METRIC)
-    assert judged.comparison.low < judged.comparison.difference < 0 < judged.comparison.high
-    assert judged.sentence == "within noise: ndcg@10 0.500 -> 0.500 (+0.000, 95% interval +0.000 to +0.000, 4 queries)"
-
-
-def test_a_small_sure_improvement_is_not_shown_as_zero() -> None:
-    judged = verdict(result([0.5] * 8), result([0.5 + 2**-13] * 8), METRIC)
-    assert judged.sentence == (
-        "improved: ndcg@10 0.5000 -> 0.5001 (+0.0001, 95% interval +0.0001 to +0.0001, 8 queries)"
-    )
-
-
-def test_one_query_is_within_noise_and_says_why() -> None:
-    judged = verdict(result([0.25]), result([0.75]), METRIC)
-    assert judged.word == "within noise"
-    assert judged.sentence == ("within noise: ndcg@10 0.250 -> 0.750 (+0.500, 1 query: too few for an interval)")
-    assert verdict(result([0.25] * 2), result([0.75] * 2), METRIC).word == "improved"
-
-
-def test_different_queries_are_refused_and_named() -> None:
-    with pytest.raises(ValueError, match=r"1 \(q0000\) only in the first, 1 \(q0005\) only in the second"):
-        compare(result([0.5] * 5), result([0.5] * 5, first_id=1), METRIC)
-    with pytest.raises(
-        ValueError, match=r"none only in the first, 5 \(q0005, q0006, q0007, \.\.\.\) only in the second"
+def test_what_cannot_be_compared_is_refused_and_named() -> None:
+    five, ten = result([0.5] * 5), result([0.5] * 10)
+    compare(five, five, METRIC)
+    for call, named in (
+        (lambda: compare(five, result([0.5] * 5, first_id=1), METRIC), r"1 \(q0000\).*1 \(q0005\)"),
+        (lambda: verdict(five, ten, METRIC), r"5 \(q0005, q0006, q0007, \.\.\.\)"),
+        (lambda: compare(five, five, "ndcg@7"), "'ndcg@7'.* ndcg@10"),
+        (lambda: mean_interval([result([])], METRIC), "nothing to compare"),
+        (lambda: mean_interval([], METRIC), "no result"),
+        *((lambda wrong=wrong: compare(five, five, METRIC, confidence=wrong), "share") for wrong in (0.0, 1.0, 95.0)),
     ):
-        verdict(result([0.5] * 5), result([0.5] * 10), METRIC)
-    compare(result([0.5] * 5), result([0.5] * 5), METRIC)
-
-
-def test_a_missing_metric_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"BM25 on task has no metric 'ndcg@7'; it has: ndcg@10\."):
-        compare(result([0.5], system="BM25"), result([0.5]), "ndcg@7")
-
-
-def test_no_queries_are_refused() -> None:
-    with pytest.raises(ValueError, match="nothing to compare"):
-        mean_interval([result([])], METRIC)
-
-
-@pytest.mark.parametrize("wrong", [0.0, 1.0, 95.0])
-def test_an_impossible_confidence_is_refused(wrong: float) -> None:
-    with pytest.raises(ValueError, match="a share between 0 and 1"):
-        compare(result([0.5, 0.6]), result([0.5, 0.6]), METRIC, confidence=wrong)
+        with pytest.raises(ValueError, match=named):
+            call()
 
 
 def test_holm_gives_the_numbers_of_a_worked_example() -> None:
@@ -261,3 +210,96 @@ def test_queries_that_dont_vary_have_a_p_value_of_0_or_1() -> None:
     assert paired_p_value([(result(before), result(before))], METRIC) == 1.0
     assert paired_p_value([(result(before), result(before + 0.125))], METRIC) == 0.0
     assert paired_p_value([(result([0.1]), result([0.9]))], METRIC) == 1.0
+
+
+# --- several seeds
+
+
+def differences(source: np.random.Generator, *, seeds: int, queries: int, of_seeds: float) -> np.ndarray:
+    """Draw a table whose mean is 0.02: seeds and queries have effects of their own, and each cell another."""
+    effects = of_seeds * source.standard_normal((seeds, 1)) + 0.15 * source.standard_normal((1, queries))
+    return 0.02 + effects + 0.08 * source.standard_normal((seeds, queries))
+
+
+def evaluated(values: np.ndarray, task: str = "set/test") -> EvaluationResult:
+    per_query = {f"q{place}": float(value) for place, value in enumerate(values)}
+    run = {query: [("d", 1.0)] for query in per_query}
+    return EvaluationResult(task, "m", {METRIC: float(values.mean())}, {METRIC: per_query}, run, len(per_query), 1)
+
+
+def test_the_interval_over_seeds_is_that_of_two_crossed_random_effects() -> None:
+    table = differences(np.random.default_rng(0), seeds=4, queries=30, of_seeds=0.1)
+    num_seeds, num_queries = table.shape
+    of_seeds = num_queries * table.mean(1).var(ddof=1)
+    of_queries = num_seeds * table.mean(0).var(ddof=1)
+    left = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+    of_rest = (left**2).sum() / ((num_seeds - 1) * (num_queries - 1))
+    total = of_seeds + of_queries - of_rest
+    freedom = total**2 / (
+        of_seeds**2 / (num_seeds - 1)
+        + of_queries**2 / (num_queries - 1)
+        - of_rest**2 / ((num_seeds - 1) * (num_queries - 1))
+    )
+    reach = stats.t.ppf(0.975, freedom) * (total / table.size) ** 0.5
+    low, high = seeds_interval([table])
+    assert (high - low) / 2 == pytest.approx(reach, rel=0.02)
+    assert (high + low) / 2 == pytest.approx(table.mean())
+
+
+def test_seeds_that_agree_leave_the_interval_over_queries() -> None:
+    one = differences(np.random.default_rng(1), seeds=1, queries=50, of_seeds=0.0)
+    low, high = seeds_interval([np.repeat(one, 3, axis=0)])
+    reach = stats.t.ppf(0.975, 49) * one.std(ddof=1) / 50**0.5
+    assert (high - low) / 2 == pytest.approx(reach, abs=1e-9)
+    assert seeds_interval([np.full((3, 10), 0.25)]) == (0.25, 0.25), "nothing varies: a point"
+
+
+@pytest.mark.parametrize(("seeds", "of_seeds"), [(3, 0.0), (3, 0.01), (3, 0.03), (5, 0.02)])
+def test_the_interval_over_seeds_holds_the_truth_about_as_often_as_it_says(seeds: int, of_seeds: float) -> None:
+    source = np.random.default_rng(7)
+    held = 0
+    for _ in range(600):
+        low, high = seeds_interval([differences(source, seeds=seeds, queries=100, of_seeds=of_seeds)])
+        held += low <= 0.02 <= high
+    assert 0.91 <= held / 600 <= 0.985
+
+
+def test_an_interval_over_queries_alone_would_be_wrong() -> None:
+    """The guard of the test above: with seeds that differ, the mean over seeds as one system holds it too rarely."""
+    source = np.random.default_rng(7)
+    held = 0
+    for _ in range(600):
+        means = differences(source, seeds=3, queries=400, of_seeds=0.03).mean(axis=0)
+        reach = stats.t.ppf(0.975, 399) * means.std(ddof=1) / 400**0.5
+        held += abs(means.mean() - 0.02) <= reach
+    assert held / 600 < 0.7
+
+
+def test_a_verdict_tells_seeds_and_queries() -> None:
+    source = np.random.default_rng(3)
+    before = source.uniform(0.2, 0.4, (3, 60))
+    after = before + 0.1 + 0.02 * source.standard_normal((3, 60))
+    found = seeds_verdict([[(evaluated(one), evaluated(two))] for one, two in zip(before, after, strict=True)], METRIC)
+    assert found.verdict.word == "improved"
+    assert found.verdict.sentence.endswith("60 queries, 3 seeds)")
+    assert found.finals == pytest.approx(tuple(after.mean(axis=1)))
+    assert found.spread == pytest.approx(after.mean(axis=1).std(ddof=1))
+
+
+def test_several_sets_count_the_same_whatever_their_size() -> None:
+    zero, half = np.zeros((3, 10)), np.full((3, 90), 0.5)
+    runs = [
+        [(evaluated(zero[s]), evaluated(zero[s])), (evaluated(zero[s], "b"), evaluated(half[s][:10], "b"))]
+        for s in range(3)
+    ]
+    found = seeds_verdict(runs, METRIC).verdict.comparison
+    assert found.difference == pytest.approx(0.25)
+    assert found.metric == "mean ndcg@10 of 2 sets"
+
+
+def test_other_queries_and_a_single_seed_are_refused() -> None:
+    one, two = evaluated(np.zeros(3)), evaluated(np.zeros(4))
+    with pytest.raises(ValueError, match="different queries"):
+        seeds_verdict([[(one, one)], [(two, two)]], METRIC)
+    with pytest.raises(ValueError, match="at least 2"):
+        seeds_verdict([[(one, one)]], METRIC)

@@ -1,4 +1,4 @@
-"""Kept vectors and results: read exactly while they are true, done again when anything they were made of changes."""
+"""A benchmark keeps vectors and results: read exactly while they are true, made again when anything of them changes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from vembed.evaluation.results import EvaluationResult
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.tables import NgramBag, NgramBagConfig
-from vembed.vectors.provenance import (
-    changed_parts,
-    items_digest,
-    model_key,
-    vectors_key,
-)
+from vembed.vectors.provenance import changed_parts, items_digest, model_key, vectors_key
 
 KEY = {"weights": "a", "texts": "b"}
+
+
 RESULT = EvaluationResult(
     "task", "bag", {"ndcg@10": 0.5}, {"ndcg@10": {"q1": 0.5}}, {"q1": (("d1", 0.25),)}, 1, 2, ("a note.",), 0.5
 )
+
+
 COST = Cost(3, 12.0, milliseconds_per_query=0.1, milliseconds_p95=0.2, milliseconds_p99=0.3, num_timed=1)
 
 
@@ -176,23 +175,22 @@ def test_a_broken_result_is_done_again_and_strangers_files_are_left_alone(tmp_pa
     assert (stranger / "thesis.txt").read_text() == "years of work"
 
 
-def test_names_are_short_and_no_two_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_short_tell_no_secret_and_no_two_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("runs/a/model", "runs/b/model", "bag"):
+    for name in ("runs/a/model", "runs/b/model", "bag", "secret=one", "secret=two"):
         (tmp_path / name).mkdir(parents=True)
-    assert model_labels(["runs/a/model", "bag", "owner/name"]) == ["a/model", "bag", "owner/name"]
-    assert model_labels(["runs/a/model", "runs/b/model"]) == ["a/model", "b/model"]
-    with pytest.raises(ConfigError, match="named twice"):
-        model_labels(["bag", "./bag"])
-    folders = unique_folders(["a b", "a/b", "c", "BM25"], taken=("BM25",))
-    assert len(set(folders)) == 4
-    assert folders[2] == "c"
-    assert "BM25" not in folders
+    for names, labels in (
+        (["runs/a/model", "bag", "owner/name"], ["a/model", "bag", "owner/name"]),
+        (["runs/a/model", "runs/b/model"], ["a/model", "b/model"]),
+        (["bag", "secret=one"], ["bag", "secret=***"]),
+        (["secret=one", "secret=two"], ["secret=*** #1", "secret=*** #2"]),
+    ):
+        assert model_labels(names) == labels
     assert set_labels(["scifact/test", "tldr/test"], ["x/scifact", "x/tldr"]) == ["scifact/test", "tldr/test"]
     assert set_labels(["s/test", "s/test"], ["x/s", "y/s"]) == ["s/test (x/s)", "s/test (y/s)"]
-    for secret in ("secret=one", "secret=two"):
-        (tmp_path / secret).mkdir()
-    assert model_labels(["bag", "secret=one"]) == ["bag", "secret=***"]
-    assert model_labels(["secret=one", "secret=two"]) == ["secret=*** #1", "secret=*** #2"]
-    with pytest.raises(ConfigError, match="x/s is named twice"):
-        set_labels(["s", "s"], ["x/s", "x/s/"])
+    for label, twice in ((model_labels, (["bag", "./bag"],)), (set_labels, (["s", "s"], ["x/s", "x/s/"]))):
+        with pytest.raises(ConfigError, match="named twice"):
+            label(*twice)
+    folders = unique_folders(["a b", "a/b", "c", "BM25"], taken=("BM25",))
+    assert len({*folders, "BM25"}) == 5
+    assert folders[2] == "c"

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from kit.pages import Page
 
 from vembed.errors import ConfigError
 from vembed.evaluation.card import LICENSES, check_languages, check_license, nearest_license, render_card
 from vembed.evaluation.card_facts import (
     CardFacts,
     ModelFacts,
-    PublicName,
     gather_run,
     public_name,
     read_report,
@@ -33,35 +32,25 @@ if TYPE_CHECKING:
 
     from vembed.evaluation.card_facts import RunFacts
 
+
 MODEL = ModelFacts(
-    form="sentence-transformers",
-    takes_texts=True,
-    takes_pictures=False,
-    dimension=32,
-    max_length=256,
-    similarity="cosine",
-    prompts={"query": "find: ", "document": ""},
-    num_parameters=12_345,
-    dtype="float32",
-    described={"attention": "sdpa"},
-    recipe=None,
-)
+    form="sentence-transformers", takes_texts=True, takes_pictures=False, dimension=32, max_length=256,
+    similarity="cosine", prompts={"query": "find: ", "document": ""}, num_parameters=12_345, dtype="float32",
+    described={"attention": "sdpa"}, recipe=None,
+)  # fmt: skip
+
+
 CONFIG: dict[str, object] = {
-    "model_name": "example/tiny-bert",
-    "data_path": "example/pairs:default",
-    "test_data_path": "/home/alice/data/secret project/test.jsonl",
-    "output_dir": "/home/alice/runs/first",
-    "loss_type": "infonce",
-    "temperature": 0.05,
-    "learning_rate": 2e-5,
-    "batch_size": 16,
-    "seed": 7,
-    "metric_for_best_model": "ndcg@10",
-    "image_augmentation": "none",
-    "max_steps": None,
-    "epochs": 3,
-}
+    "model_name": "example/tiny-bert", "data_path": "example/pairs:default",
+    "test_data_path": "/home/alice/data/secret project/test.jsonl", "output_dir": "/home/alice/runs/first",
+    "loss_type": "infonce", "temperature": 0.05, "learning_rate": 2e-5, "batch_size": 16, "seed": 7,
+    "metric_for_best_model": "ndcg@10", "image_augmentation": "none", "max_steps": None, "epochs": 3,
+}  # fmt: skip
+
+
 PLAN = {"strategy": "single", "steps": 42, "global_batch_size": 64, "retain": 0.5, "dtype": "float32"}
+
+
 HOSTILE = "</script><img src=x onerror=alert(1)> | ---\n---\nlicense: evil\n```\n[click](javascript:alert(1)) `x`"
 
 
@@ -138,30 +127,25 @@ def test_the_hub_reads_licence_base_data_and_results(tmp_path: Path) -> None:
 
 def test_the_card_tells_data_settings_results_and_environment(tmp_path: Path) -> None:
     text = card_of(write_run(tmp_path / "first"))
+    assert card_of(tmp_path / "first") == text
     training = section(text, "Training")
-    assert "| Training data | example/pairs:default |" in training
-    assert "| Test data | test.jsonl (local) |" in training
-    for row in ("training records | 840", "training direction | texts search texts", "temperature | 0.05"):
-        assert f"| {row} |" in training
-    for row in ("learning_rate | 2e-05", "global_batch_size | 64", "steps | 42", "seed | 7", "loss_type | infonce"):
+    for row in (
+        "Training data | example/pairs:default", "Test data | test.jsonl (local)", "training records | 840",
+        "training direction | texts search texts", "temperature | 0.05", "learning_rate | 2e-05",
+        "global_batch_size | 64", "steps | 42", "seed | 7", "loss_type | infonce",
+    ):  # fmt: skip
         assert f"| {row} |" in training
     assert "image_augmentation" not in training
     results = section(text, "Results")
     before, after, lexical = (result("x", value).metrics["ndcg@10"] for value in (0.3, 0.6, 0.4))
     (row,) = [line for line in results.splitlines() if line.startswith("| nDCG@10") and line.count("|") == 7]
     cells = [cell.strip() for cell in row.split("|")[2:-1]]
-    assert cells[:3] == [f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"]
-    assert cells[4] == f"{lexical:.3f}"
+    assert [*cells[:3], cells[4]] == [f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}", f"{lexical:.3f}"]
     assert re.fullmatch(r"\+0\.\d+ to \+0\.\d+", cells[3])
-    assert "Verdict: improved: ndcg@10" in results
-    assert "No checkpoint was chosen on it." in results
-    assert "It chose the checkpoint." in results
-    assert f"{result('dev', 0.7).metrics['ndcg@10']:.3f}" in results
-    assert f"{result('dev', 0.65).metrics['ndcg@10']:.3f}" not in results, "step 16 was not kept"
+    for kept, step in ((0.7, True), (0.65, False)):
+        assert (f"{result('dev', kept).metrics['ndcg@10']:.3f}" in results) == step, "step 16 was not kept"
     assert "| torch | 2.15.0 |" in section(text, "Environment")
-    limits = section(text, "Limits")
-    assert "Measured on test.jsonl and dev" in limits
-    assert "256 tokens" in limits
+    assert "256 tokens" in section(text, "Limits")
     assert {"oord2018representation", "gao2021scaling"} <= set(re.findall(r"\{(\w+),", section(text, "Citation")))
 
 
@@ -181,98 +165,64 @@ def test_both_directions_are_told_apart(tmp_path: Path) -> None:
     assert "### test.jsonl reversed (test set, reversed)" in card_of(folder)
 
 
-def test_a_run_without_a_final_evaluation_says_so(tmp_path: Path) -> None:
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    (folder / "plan.json").write_text(json.dumps(PLAN))
-    text = card_of(folder)
-    assert "nothing was measured of this model" in section(text, "Results")
-    assert "model-index" not in metadata(text)
-    assert "It was measured on nothing." in section(text, "Limits")
-
-
-def test_results_over_other_queries_stand_without_a_comparison(tmp_path: Path) -> None:
+def test_results_over_other_queries_stand_without_a_comparison_and_a_broken_one_is_noted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "first")
+    (folder / "evaluation" / "bm25" / "per_query.json").write_text("{")
+    text = card_of(folder)
+    assert "bm25" in text
+    assert "| BM25 |" not in text
+    assert "Verdict: improved" in text
     write_evaluation(folder / "evaluation" / "baseline", result("test.jsonl", 0.3, num_queries=5))
     (verdict_set, *_) = gathered(folder).sets
     assert verdict_set.sentence == ""
     assert all(metric.comparison is None and metric.baseline for metric in verdict_set.metrics)
-    assert "not compared" in card_of(folder)
-
-
-def test_a_broken_evaluation_is_noted_and_the_rest_is_told(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "first")
-    (folder / "evaluation" / "bm25" / "per_query.json").write_text("{")
-    text = card_of(folder)
-    assert "The evaluation bm25 of the run can't be read." in text
-    assert "| BM25 |" not in text
-    assert "Verdict: improved" in text
+    assert "Verdict: improved" not in section(card_of(folder), "Results").partition("### dev")[0]
 
 
 def test_what_is_not_known_reads_not_stated_and_is_not_in_the_block(tmp_path: Path) -> None:
     text = card_of(write_run(tmp_path / "first"))
     assert not metadata(text).keys() & {"license", "license_name", "language"}
-    licences = section(text, "Licences")
-    assert "| This model | not stated |" in licences
-    assert "| The model before it, example/tiny-bert | not stated |" in licences
-    assert "Languages: not stated." in section(text, "Limits")
+    assert section(text, "Licences").count("| not stated |") == 3
     bare = render_card(CardFacts(title="bare", folder="bare", model=MODEL))
-    assert "Its training is not known here." in bare
-    assert "Not known: no run was given" in section(bare, "Training")
     assert not metadata(bare).keys() & {"base_model", "datasets", "model-index", "license"}
     assert "## Citation" not in bare
     hub = render_card(CardFacts(title="bare", folder="bare", model=MODEL, base=public_name("example/model")))
     assert metadata(hub)["base_model"] == "example/model"
-
-
-class Tags(HTMLParser):
-    """Collects what a page that shows the Markdown's HTML would run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        self.found.append(tag)
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "plan.json").write_text(json.dumps(PLAN))
+    unmeasured = card_of(tmp_path / "killed")
+    assert "model-index" not in metadata(unmeasured)
+    assert "nothing was measured" in section(unmeasured, "Results")
 
 
 def test_what_users_name_can_neither_be_markup_nor_end_the_block(tmp_path: Path) -> None:
+    def prose(card: str) -> str:
+        body = card.partition("\n---\n")[2]
+        return re.sub(r"^(`{3,})\w*\n.*?^\1$", "", body, flags=re.DOTALL | re.MULTILINE)
+
     folder = write_run(tmp_path / "first", task=HOSTILE)
     config = {**CONFIG, "data_path": HOSTILE, "model_name": HOSTILE, "scheduler_type": HOSTILE}
     run = gather_run(folder, config=config, data_facts=[("note", HOSTILE)], environment={"device": HOSTILE})
     model = replace(MODEL, described={HOSTILE: HOSTILE}, prompts={"query": HOSTILE, "document": HOSTILE})
-    hostile = CardFacts(
-        title=HOSTILE,
-        folder=HOSTILE,
-        model=model,
-        run=run,
-        license_id=check_license(HOSTILE),
-        base_license=HOSTILE,
-        languages=("en",),
-        versions=(("vembed", HOSTILE),),
-    )
-    text = render_card(hostile)
+    text = render_card(
+        CardFacts(
+            title=HOSTILE, folder=HOSTILE, model=model, run=run, license_id=check_license(HOSTILE),
+            base_license=HOSTILE, languages=("en",), versions=(("vembed", HOSTILE),),
+        )
+    )  # fmt: skip
     block = metadata(text)
     assert block["license"] == "other"
     assert "\n" not in block["model-index"][0]["name"]
     assert text.count("\n---\n") == 1, "the block has one end, and no line below is a rule"
-    body = text.partition("\n---\n")[2]
-    prose = re.sub(r"^(`{3,})\w*\n.*?^\1$", "", body, flags=re.DOTALL | re.MULTILINE)
-    assert prose.count("```") == 0, "no code block is left open"
-    tags = Tags()
-    tags.feed(prose)
-    assert tags.found == []
-    assert re.search(r"(?<!\\)\]\(", prose) is None, "no link but ours"
-    for line in prose.splitlines():
+    assert prose(text).count("```") == 0, "no code block is left open"
+    assert Page(prose(text)).elements == []
+    assert re.search(r"(?<!\\)\]\(", prose(text)) is None, "no link but ours"
+    for line in prose(text).splitlines():
         if line.startswith("|"):
             assert re.sub(r"\\\|", "", line).count("|") in (3, 6, 7), line
-    plain = CardFacts(title="first", folder="first", model=MODEL, run=gathered(write_run(tmp_path / "other")))
-    count = len(re.findall(r"^#", prose, flags=re.MULTILINE))
-    examples = re.sub(r"^(`{3,})\w*\n.*?^\1$", "", render_card(plain), flags=re.DOTALL | re.MULTILINE)
-    assert count == len(re.findall(r"^#", examples, flags=re.MULTILINE)), "no heading is added"
+    harmless = card_of(write_run(tmp_path / "other"))
+    counts = [len(re.findall(r"^#", prose(card), flags=re.MULTILINE)) for card in (text, harmless)]
+    assert counts[0] == counts[1], "no heading is added"
 
 
 def test_a_hostile_folder_name_stays_a_literal_of_the_example() -> None:
@@ -287,19 +237,22 @@ def test_a_hostile_folder_name_stays_a_literal_of_the_example() -> None:
     assert fenced("````").startswith("`````text")
 
 
-def test_no_path_and_no_name_of_a_user_is_told(tmp_path: Path) -> None:
+def test_no_path_no_name_of_a_user_and_no_example_row_is_told(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "first", task="/home/alice/data/secret project/test.jsonl")
     notes = [
         ("note", "/home/alice/data/secret project/test.jsonl: 3 rows left out."),
         ("note", "C:\\Users\\alice\\rows.csv and ~/work/rows.csv and ../up/alice/x.tsv (see /srv/alice/y.json)"),
         ("note", "https://user:pw@example.org/alice/z.tar?token=abc was read."),
+        ("note", "example/pairs: 4 rows left out."),
+        ("example", "a patient's letter"),
     ]
     run = gather_run(folder, config=CONFIG, data_facts=notes, environment={"device": "cpu"})
     text = render_card(CardFacts(title="first", folder="first", model=MODEL, run=run))
-    for leak in ("alice", "secret project", "/home", str(tmp_path), "token=", "pw@"):
+    for leak in ("alice", "secret project", "/home", str(tmp_path), "token=", "pw@", "patient"):
         assert leak not in text, leak
-    for kept in ("test.jsonl: 3 rows left out", "rows.csv", "x.tsv", "y.json", "z.tar was read"):
-        assert kept in text
+    facts = " ".join(value for _, value in run.data_facts)
+    for kept in ("test.jsonl: 3 rows", "rows.csv", "x.tsv", "y.json", "z.tar was read", "example/pairs: 4 rows"):
+        assert kept in facts, kept
 
 
 @pytest.mark.parametrize(
@@ -320,6 +273,7 @@ def test_no_path_and_no_name_of_a_user_is_told(tmp_path: Path) -> None:
         ("flickr30k:/home/alice/flickr", "local", "flickr30k:flickr", None),
         ("C:\\Users\\alice\\rows.csv", "local", "rows.csv", None),
         ("https://user:pw@example.org/x/rows.jsonl?token=a", "local", "rows.jsonl", None),
+        (f"{'a' * 300}/{'b' * 300}", "local", "b" * 300, None),
     ],
 )
 def test_what_a_name_shows(given: str, kind: str, shown: str, hub_id: str | None) -> None:
@@ -342,55 +296,27 @@ def test_paths_are_found_and_other_slashes_are_not() -> None:
     for text in ("stdlib-code/test: 3 rows", "recall and/or nDCG, 3 / 4", "example/set has 2 rows", "2026-01-01"):
         assert without_paths(text) == text
     assert without_paths("read /a/b c/d.txt.", known=["/a/b c/d.txt"]) == "read d.txt."
+    assert without_paths("read /a b/c d.txt.", known=["/a b", "/a b/c d.txt"]) == "read c d.txt."
     for home in ("/home/alice", "/Users/alice", "C:\\Users\\alice"):
         assert "alice" not in without_paths(f"{home}, {home}/x.csv and {home}/models/y are there")
         assert public_name(home).shown == "unnamed"
 
 
-def test_a_hub_id_in_a_note_keeps_its_owner(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "first")
-    facts = [("note", "example/pairs: 3 rows left out."), ("note", "/srv/x/first was kept.")]
-    run = gather_run(folder, config={**CONFIG, "data_path": "example/pairs"}, data_facts=facts, environment={})
-    assert [value for _, value in run.data_facts] == ["example/pairs: 3 rows left out.", "first was kept."]
-
-
-def test_a_name_longer_than_the_system_allows_is_still_told() -> None:
-    assert public_name(f"{'a' * 300}/{'b' * 300}") == PublicName("local", "b" * 300)
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [("Apache 2.0", "apache-2.0"), ("MIT License", "mit"), ("cc_by_4.0", "cc-by-4.0"), ("our terms", "our terms")],
-)
-def test_a_licence_is_spelt_as_the_hub_does(given: str, found: str) -> None:
-    assert check_license(given) == found
-
-
-def test_a_licence_that_the_hub_does_not_know_is_other_with_its_name() -> None:
+def test_a_licence_is_spelt_as_the_hub_does_and_another_is_other_with_its_name() -> None:
+    spelt = {"Apache 2.0": "apache-2.0", "MIT License": "mit", "cc_by_4.0": "cc-by-4.0", "our terms": "our terms"}
+    assert {given: check_license(given) for given in spelt} == spelt
     block = metadata(render_card(CardFacts(title="x", folder="x", model=MODEL, license_id="Our Terms, 2nd edition")))
     assert (block["license"], block["license_name"]) == ("other", "our-terms-2nd-edition")
-    assert nearest_license("apache-2") == "apache-2.0"
-    assert nearest_license("mit") is None
+    assert (nearest_license("apache-2"), nearest_license("mit")) == ("apache-2.0", None)
     assert "apache-2.0" in LICENSES
-    with pytest.raises(ConfigError, match="--license is empty"):
+    with pytest.raises(ConfigError, match="--license"):
         check_license("  ")
 
 
 def test_languages_are_codes() -> None:
     assert check_languages(["en", "zh-Hans", "en"]) == ("en", "zh-Hans")
-    with pytest.raises(ConfigError, match="'english' is no code"):
+    with pytest.raises(ConfigError, match="english"):
         check_languages(["english"])
-
-
-def test_the_same_facts_give_the_same_text(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "first")
-    assert card_of(folder) == card_of(folder)
-
-
-def test_an_example_of_the_training_rows_stays_with_the_run(tmp_path: Path) -> None:
-    facts = [("training records", "840"), ("example", "a patient's letter")]
-    run = gather_run(write_run(tmp_path / "run"), config=CONFIG, data_facts=facts, environment={})
-    assert run.data_facts == (("training records", "840"),)
 
 
 def test_hit_stands_only_where_it_tells_more_than_recall(tmp_path: Path) -> None:
@@ -404,7 +330,3 @@ def test_hit_stands_only_where_it_tells_more_than_recall(tmp_path: Path) -> None
     several = replace(one, metrics={**metrics, "hit@1": 0.9}, per_query=per_query)  # several relevant documents
     write_evaluation(folder / "evaluation" / "final", several)
     assert "hit@1" in [metric.name for metric in gathered(folder).sets[0].metrics]
-
-
-def test_a_path_below_another_is_found_whole() -> None:
-    assert without_paths("read /a b/c d.txt.", known=["/a b", "/a b/c d.txt"]) == "read c d.txt."

@@ -1,22 +1,25 @@
-"""BM25: equal to the formula, under the evaluator's rules, and at the published level on SciFact."""
+"""BM25: equal to the formula, under the evaluator's rules, at the published level on SciFact, and for texts alone."""
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import os
 from dataclasses import replace
 from math import log
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import PIL.Image
 import pytest
+import torch
 
+from vembed.batch import Image
 from vembed.data.judged import RetrievalData
 from vembed.data.read import read
 from vembed.errors import DataError, PreemptedError
-from vembed.evaluation.bm25 import evaluate_bm25
+from vembed.evaluation.benchmark.run import BenchmarkOptions, run_benchmark
+from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
 from vembed.evaluation.keys import Bm25Language
 
 TASK = RetrievalData(
@@ -25,7 +28,11 @@ TASK = RetrievalData(
     documents={"d1": "The cat sat", "d2": "A dog ran fast", "d3": "cat dog cat", "d4": "of the"},
     qrels={"q1": {"d1": 1}, "q2": {"d2": 1}},
 )
+
+
 ENGLISH = "BM25 reads words as English: stemmed, without English stop words (bm25_language: english)."
+
+
 WORDS = {"d1": ["cat", "sat"], "d2": ["dog", "ran", "fast"], "d3": ["cat", "dog", "cat"], "d4": []}
 
 
@@ -59,15 +66,22 @@ def test_a_query_without_a_known_word_finds_nothing_and_still_counts(text: str) 
     result = evaluate_bm25(replace(TASK, queries={**TASK.queries, "q2": text}), (1, 3))
     assert result.run["q2"] == ()
     assert result.per_query["ndcg@3"]["q2"] == 0.0
-    assert result.num_queries == 2
-    assert result.metrics["mrr@3"] == 0.25
+    assert (result.num_queries, result.metrics["mrr@3"]) == (2, 0.25)
     assert result.notes == (ENGLISH, "1 query shares no word with the corpus: nothing found.")
+    wordless = evaluate_bm25(replace(TASK, documents={"d1": "🐈", "d2": "the"}), (1,))
+    assert {*wordless.metrics.values()} == {0.0}
 
 
-def test_a_corpus_without_a_word_scores_zero() -> None:
-    result = evaluate_bm25(replace(TASK, documents={"d1": "🐈", "d2": "the"}), (1,))
-    assert set(result.metrics.values()) == {0.0}
-    assert result.notes == (ENGLISH, "2 queries share no word with the corpus: nothing found.")
+def test_bm25_can_be_stopped_and_refuses_what_it_cannot_score() -> None:
+    def poll() -> None:
+        raise PreemptedError("stop")
+
+    with pytest.raises(PreemptedError):
+        evaluate_bm25(TASK, (1,), poll=poll)
+    with pytest.raises(DataError, match="animals: "):
+        evaluate_bm25(replace(TASK, qrels={}), (1,))
+    with pytest.raises(TypeError):
+        evaluate_bm25(replace(TASK, documents=dict.fromkeys(TASK.documents, Image("cat.png", b"bytes"))), (1,))
 
 
 def test_the_self_match_rule_is_the_evaluators() -> None:
@@ -87,19 +101,6 @@ def test_the_list_is_cut_to_the_depth_with_ties_in_trec_order() -> None:
     task = RetrievalData("ties", {"q": "same"}, documents, {"q": {"d39": 1}})
     result = evaluate_bm25(task, (1, 5), depth=5)
     assert [document for document, _ in result.run["q"]] == ["d39", "d38", "d37", "d36", "d35"]
-
-
-def test_a_task_with_nothing_to_score_is_a_data_error() -> None:
-    with pytest.raises(DataError, match="animals: "):
-        evaluate_bm25(replace(TASK, qrels={}), (1,))
-
-
-def test_poll_can_stop_bm25() -> None:
-    def poll() -> None:
-        raise PreemptedError("stop")
-
-    with pytest.raises(PreemptedError):
-        evaluate_bm25(TASK, (1,), poll=poll)
 
 
 def test_nothing_is_printed_or_logged(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -134,11 +135,11 @@ def test_another_language_has_its_own_stems_and_stop_words() -> None:
     assert found("nicht ohne", "nicht ohne", "english")
 
 
-@pytest.mark.parametrize("language", get_args(Bm25Language))
-def test_every_language_that_the_key_names_is_one_of_the_stemmer_and_of_the_stop_words(language: Bm25Language) -> None:
-    result = evaluate_bm25(TASK, (1,), language=language)
-    assert result.run["q2"][0][0] == "d2"
-    assert f"(bm25_language: {language})" in result.notes[0]
+def test_every_language_that_the_key_names_is_one_of_the_stemmer_and_of_the_stop_words() -> None:
+    for language in get_args(Bm25Language):
+        result = evaluate_bm25(TASK, (1,), language=language)
+        assert result.run["q2"][0][0] == "d2", language
+        assert f"(bm25_language: {language})" in result.notes[0]
 
 
 @pytest.mark.skipif("VEMBED_TEST_DATA" not in os.environ, reason="VEMBED_TEST_DATA names no folder with tldr/")
@@ -150,22 +151,45 @@ def test_stems_and_parted_names_find_more_of_tldr_than_plain_words() -> None:
 
 @pytest.mark.skipif("VEMBED_TEST_DATA" not in os.environ, reason="VEMBED_TEST_DATA names no folder with scifact/")
 def test_scifact_is_at_the_published_level() -> None:
-    folder = Path(os.environ["VEMBED_TEST_DATA"]) / "scifact"
-
-    def rows(name: str) -> list[dict[str, str]]:
-        return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
-
-    qrels: dict[str, dict[str, int]] = {}
-    with (folder / "qrels" / "test.tsv").open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file, delimiter="\t"):
-            qrels.setdefault(row["query-id"], {})[row["corpus-id"]] = int(row["score"])
-    task = RetrievalData(
-        name="scifact/test",
-        queries={row["_id"]: row["text"] for row in rows("queries.jsonl") if row["_id"] in qrels},
-        documents={row["_id"]: f"{row['title']} {row['text']}" for row in rows("corpus.jsonl")},
-        qrels=qrels,
-    )
-    result = evaluate_bm25(task)
+    result = evaluate_bm25(read(str(Path(os.environ["VEMBED_TEST_DATA"]) / "scifact"), "test").judged())
     assert (result.num_queries, result.num_documents) == (300, 5183)
     assert 0.65 < result.metrics["ndcg@10"] < 0.72
     assert result.notes == (ENGLISH,)
+
+
+TEXTS = RetrievalData("animals", {"q1": "a cat", "q2": "a dog"}, {"d1": "the cat", "d2": "a dog"}, {"q1": {"d1": 1}})
+
+
+PICTURE = Image("cat.png", b"bytes")
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({"documents": {**TEXTS.documents, "d1": PICTURE}}, "1 item "),
+        ({"queries": {**TEXTS.queries, "q2": PICTURE}}, "1 item "),
+        ({"documents": dict.fromkeys(TEXTS.documents, PICTURE)}, "2 items "),
+    ],
+    ids=["a document", "a query", "all documents"],
+)
+def test_a_task_with_a_picture_on_either_side_says_why_in_one_line(changes: dict[str, Any], count: str) -> None:
+    assert why_no_bm25(TEXTS) is None
+    reason = why_no_bm25(replace(TEXTS, **changes))
+    assert reason is not None
+    assert count in reason
+    assert "\n" not in reason
+
+
+def test_a_benchmark_leaves_the_set_with_pictures_out_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    PIL.Image.new("RGB", (4, 4)).save(tmp_path / "cat.png")
+    rows = {"pictures": {"query": "a cat", "positive_image": "cat.png"}, "words": {"query": "a cat", "positive": "cat"}}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    options = BenchmarkOptions(torch.device("cpu"), 8, None, None, bm25_language="english", poll=lambda: None)
+    paths = [str(tmp_path / f"{name}.jsonl") for name in rows]
+    with caplog.at_level(logging.INFO, logger="vembed"):
+        results = list(run_benchmark([], paths, tmp_path / "out", options))
+    assert [result.task for result in results] == ["words.jsonl"]
+    assert [record.getMessage().count("BM25 is left out") for record in caplog.records] == [1]

@@ -251,12 +251,23 @@ def test_a_rerun_encodes_nothing_and_the_option_adds_only_the_other_direction(
     assert board_of(out)["both_directions"] == first["both_directions"]
 
 
-def test_the_reverse_is_the_set_of_pictures_that_search_their_captions(captions: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("builtin:tiny-clip",),
+        # A prompt for queries alone: no vectors of one direction serve the other.
+        pytest.param(("builtin:tiny-qwen3-vl", "--query-prompt", "find: "), marks=pytest.mark.slow),
+    ],
+    ids=["sides alike", "a prompt for queries"],
+)
+def test_the_reverse_is_the_set_of_pictures_that_search_their_captions(
+    captions: Path, tmp_path: Path, model: tuple[str, ...]
+) -> None:
     rows = [json.loads(line) for line in captions.read_text().splitlines()]
     rows = [{"query_image": row["positive_image"], "positive": row["query"]} for row in rows]
     turned = write_rows(captions.with_name("turned.jsonl"), rows)
     out = tmp_path / "out"
-    assert command("builtin:tiny-clip", "--data", captions, turned, "--output", out, "--both-directions") == 0
+    assert command(*model, "--data", captions, turned, "--output", out, "--both-directions") == 0
     values = {cell["task"]: cell["value"] for cell in board_of(out)["systems"][0]["sets"]}
     assert values["rows.jsonl reversed"] == values["turned.jsonl"]
     assert values["rows.jsonl"] == values["turned.jsonl reversed"]

@@ -1,7 +1,6 @@
 """What every key promises, from the schema alone: a valid default, bounds, a dump that loads, a reader, a document."""
 
-from __future__ import annotations
-
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,18 @@ class KeyContract:
                     continue
                 with pytest.raises(ValidationError, match=name):
                     make(**{name: beyond})
+
+    @pytest.mark.parametrize("name", key_names())
+    def test_a_number_takes_no_text_truth_or_infinity(self, name: str) -> None:
+        types = {member.get("type") for member in alternatives(name)}
+        wrong: list[object] = [3.0, "3", True] if "integer" in types else []
+        if "number" in types:
+            wrong = ["0.5", True, math.nan, math.inf, -math.inf]
+        for value in wrong:
+            if not (value is True and "boolean" in types) and not (value == "3" and "string" in types):
+                with pytest.raises(ValidationError) as refused:
+                    make(**{name: value})
+                assert {str(each["loc"][0]) for each in refused.value.errors()} == {name}, "its type, and no rule"
 
     @pytest.mark.parametrize("name", key_names())
     def test_a_word_of_no_choice_is_refused(self, name: str) -> None:

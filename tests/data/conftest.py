@@ -1,28 +1,16 @@
 """Small files for the data tests."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import pytest
-from image_cases import png
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
-class WriteJsonl(Protocol):
-    def __call__(self, rows: list[Any], name: str = "train.jsonl") -> Path: ...
-
-
-class WritePicture(Protocol):
-    def __call__(self, name: str, colour: str = "red") -> Path: ...
+from kit.rows import Jsonl, Paint, png
 
 
 @pytest.fixture
-def write_picture(tmp_path: Path) -> WritePicture:
-    """Write a picture of one colour under the test's folder, and return the file."""
+def paint(tmp_path: Path) -> Paint:
+    """Write pictures under the test's folder."""
 
     def write(name: str, colour: str = "red") -> Path:
         path = tmp_path / name
@@ -34,8 +22,8 @@ def write_picture(tmp_path: Path) -> WritePicture:
 
 
 @pytest.fixture
-def write_jsonl(tmp_path: Path) -> WriteJsonl:
-    """Write rows (objects, or text as it is) one a line, and return the file."""
+def jsonl(tmp_path: Path) -> Jsonl:
+    """Write rows under the test's folder."""
 
     def write(rows: list[Any], name: str = "train.jsonl") -> Path:
         path = tmp_path / name

@@ -1,21 +1,20 @@
 """Tar shards: samples become rows, pictures stay where they are; hostile shards are refused with nothing written."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import resource
 import tarfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from image_cases import png
+from kit.rows import png
 
 from vembed.batch import Image, ImageLimits, content_id
 from vembed.data import table_cache, tar_shards
@@ -24,16 +23,10 @@ from vembed.data.images import decode_image
 from vembed.data.keys import DataKeys
 from vembed.data.read import read
 from vembed.data.sampler import GlobalSampler
+from vembed.data.table import RecordTable
 from vembed.data.tar_shards import MappedFile
 from vembed.errors import DataError, MachineError
 from vembed.training.batches import assign_rows, estimated_costs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from kit.ranks import RankPool
-
-    from vembed.data.table import RecordTable
 
 TRAIN = {"role": "train"}
 
@@ -329,7 +322,7 @@ def test_every_sample_comes_once_an_epoch_and_in_the_same_order_after_a_stop(
         arguments = (world_size, str(tmp_path / "s-*.tar"), first, last, str(tmp_path / "cache"))
         if world_size == 1:
             return [own_batches(0, *arguments)]
-        ranks: RankPool = request.getfixturevalue("two_ranks")
+        ranks = request.getfixturevalue("two_ranks")
         return ranks.run(own_batches, *arguments)
 
     whole, before, after = run(0, 10), run(0, 3), run(3, 10)

@@ -1,12 +1,9 @@
 """Encoder calls: their rows and tokens in training and evaluation, and the graphs that are kept."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from plan_cases import CPU, DATA, GPU, MINILM, RECORDS, formula, model, plan_here, planned, reason
@@ -20,13 +17,11 @@ from vembed.plan.chunks import (
     MOST_CHUNK_ROWS,
     call_tokens,
 )
+from vembed.plan.cost import Candidate
 from vembed.plan.devices import GIB
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
+from vembed.plan.plan import Plan
 from vembed.plan.problem import BLAS_BYTES, CONTEXT_BYTES, reserve
-
-if TYPE_CHECKING:
-    from vembed.plan.cost import Candidate
-    from vembed.plan.plan import Plan
 
 # A call of training ---------------------------------------------------------------------------------------------------
 
@@ -225,14 +220,9 @@ def plan_of(name: str, card: str, *overrides: str, pairs: int = 8192) -> Plan:
 @pytest.mark.parametrize(
     ("name", "card", "rows", "milliseconds"),
     [
-        ("Qwen3-0.6B", "H200", 23, 11),
-        ("Qwen3-0.6B", "H100-80GB", 13, 6),
-        ("Qwen3-0.6B", "RTX4090-24GB", 2, 7),
-        ("BERT-base", "H200", 152, 15),
-        ("BERT-base", "H100-80GB", 84, 8),
-        ("BERT-base", "RTX4090-24GB", 23, 14),
-        ("CLIP B/32", "H200", 860, 12),
-        ("CLIP B/32", "H100-80GB", 478, 7),
+        *[("Qwen3-0.6B", "H200", 23, 11), ("Qwen3-0.6B", "H100-80GB", 13, 6), ("Qwen3-0.6B", "RTX4090-24GB", 2, 7)],
+        *[("BERT-base", "H200", 152, 15), ("BERT-base", "H100-80GB", 84, 8), ("BERT-base", "RTX4090-24GB", 23, 14)],
+        *[("CLIP B/32", "H200", 860, 12), ("CLIP B/32", "H100-80GB", 478, 7)],
         ("CLIP B/32", "RTX4090-24GB", 126, 10),
     ],
 )

@@ -1,20 +1,15 @@
 """A small run to save: tensors that tell their step, and the folders it leaves."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from vembed.checkpoint.manager import CheckpointManager
-    from vembed.checkpoint.tensors import LoadedCheckpoint
+from vembed.checkpoint.manager import CheckpointManager
+from vembed.checkpoint.tensors import LoadedCheckpoint
 
 STAMP: dict[str, Any] = {"config_hash": "c0ffee", "strategy": "single", "world_size": 1, "model": "tiny"}
 

@@ -4,22 +4,17 @@ The folder is never written again: a later version must load what an earlier one
 FORMAT_VERSION, freezes a second folder beside this one and keeps loading the first.
 """
 
-from __future__ import annotations
-
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from spread_cases import STAMP, make, manager_of, names_of, tensors_of
+from spread_cases import STAMP, Kind, Network, make, manager_of, names_of, tensors_of
+from torch import Tensor
+from torch.optim import Optimizer
 
 from vembed.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from vembed.checkpoint.tensors import load_into
-
-if TYPE_CHECKING:
-    from spread_cases import Kind, Network
-    from torch import Tensor
-    from torch.optim import Optimizer
 
 FROZEN = Path(__file__).with_name("frozen")
 STEP = 3

@@ -1,7 +1,5 @@
 """A fault at any write of a save: a process is killed or asked to stop, or its disk refuses; alone, and one of two."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""What accelerate and DeepSpeed ask for, in keys of ours."""
-
-from __future__ import annotations
+"""Which process this is, and what accelerate and DeepSpeed ask for, in keys of ours."""
 
 from pathlib import Path
 from typing import Any
@@ -13,17 +11,104 @@ from vembed.config.schema import Config
 from vembed.distributed import accelerate as module
 from vembed.distributed import runtime
 from vembed.distributed.accelerate import AccelerateSettings, accelerate_settings, deepspeed_refusal, is_deepspeed
-from vembed.distributed.process_env import ProcessEnv
+from vembed.distributed.process_env import ProcessEnv, first_host, process_env
 from vembed.distributed.runtime import start_runtime
 from vembed.errors import ConfigError
 from vembed.training import launcher
 from vembed.training.launcher import Effective, under_launcher
 
+# Which process this is, as launchers say it
+
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "1234", "TORCHELASTIC_RUN_ID": "a",
+}  # fmt: skip
+
+SRUN = {
+    "SLURM_STEP_NUM_TASKS": "20", "SLURM_PROCID": "17", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_STEP_NODELIST": "gpu[003-005]", "SLURM_JOB_ID": "7",
+}  # fmt: skip
+
+
+def test_a_process_that_nobody_launched_is_alone_and_may_launch_others() -> None:
+    process = process_env({"PATH": "/bin"})
+    assert process == ProcessEnv()
+    assert not process.is_launched
+
+
+def test_the_process_that_torchrun_gives() -> None:
+    process = process_env(TORCHRUN)
+    assert process == ProcessEnv(5, 8, 1, 4, "torchrun", "10.0.0.1", 1234)
+    assert process.is_launched
+    assert process_env({**TORCHRUN, **process.environment()}) == process
+
+
+def test_the_launcher_is_named_for_people() -> None:
+    assert process_env({**TORCHRUN, "VEMBED_LAUNCHED_BY": "python run.py"}).launcher == "python run.py"
+    accelerate = {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}
+    assert process_env(accelerate).launcher == "accelerate launch"
+    del accelerate["TORCHELASTIC_RUN_ID"], accelerate["ACCELERATE_MIXED_PRECISION"]
+    assert process_env(accelerate).launcher == "the environment"
+
+
+def test_one_process_of_accelerate_is_not_launched_again() -> None:
+    process = process_env({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"})
+    assert process == ProcessEnv(launcher="accelerate launch", on_cpu=True)
+    assert process.is_launched
+
+
+def test_accelerate_that_was_asked_for_several_and_started_one_is_refused_with_the_cure() -> None:
+    asked = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.raises(ConfigError, match=r"started one.*num_processes=2.*distributed_type: MULTI_GPU"):
+        process_env(asked)
+    assert process_env({**asked, "WORLD_SIZE": "2", "RANK": "1"}).world_size == 2
+
+
+def test_tasks_of_srun_are_ranks_and_meet_on_the_first_host() -> None:
+    process = process_env(SRUN)
+    assert process == ProcessEnv(17, 20, 1, 4, "srun", "gpu003", 20_007)
+    first = process_env({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    assert (first.local_world_size, first.main_address, first.main_port) == (8, "gpu003", 20_007)
+
+
+def test_a_step_of_one_task_launches_by_itself_and_torchrun_inside_srun_is_torchrun() -> None:
+    assert not process_env({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}).is_launched
+    assert process_env({**SRUN, **TORCHRUN}).launcher == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("listed", "host"),
+    [("gpu003", "gpu003"), ("gpu[003-006,009],login1", "gpu003"), ("a1,b2", "a1"), ("n-[7,9]", "n-7")],
+)
+def test_the_first_host_of_a_list(listed: str, host: str) -> None:
+    assert first_host(listed) == host
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *[({"RANK": "8"}, "contradict"), ({"LOCAL_RANK": "4"}, "contradict"), ({"RANK": "five"}, "RANK is 'five'")],
+        *[({"MASTER_ADDR": None}, "MASTER_ADDR"), ({"RANK": None}, "RANK is not set")],
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(change: dict[str, str | None], message: str) -> None:
+    environ = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
+    with pytest.raises(ConfigError, match=message):
+        process_env(environ)
+    assert process_env(TORCHRUN).rank == 5
+
+
+# What launchers ask for
+
+
 PROCESS = ProcessEnv(1, 8, 1, 4, "accelerate launch")
+
 FSDP = {
     "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1",
     "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }  # fmt: skip
+
 CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
 
 
@@ -172,17 +257,9 @@ def test_the_ready_files_say_what_they_promise() -> None:
     assert files["multi_gpu_ddp"]["distributed_type"] == "MULTI_GPU"
     assert {"num_machines", "machine_rank", "main_process_ip", "main_process_port"} <= set(files["multi_node"])
     assert files["multi_gpu_fsdp"]["mixed_precision"] == "bf16"
-    assert files["multi_gpu_fsdp"]["fsdp_config"] == {
-        "fsdp_version": 1,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_backward_prefetch": "BACKWARD_PRE",
-        "fsdp_sharding_strategy": "FULL_SHARD",
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_sync_module_states": True,
-        "fsdp_use_orig_params": True,
-        "fsdp_offload_params": False,
-    }
+    fsdp = files["multi_gpu_fsdp"]["fsdp_config"]
+    assert (fsdp["fsdp_version"], fsdp["fsdp_sharding_strategy"]) == (1, "FULL_SHARD")
+    assert not fsdp["fsdp_offload_params"]
 
 
 def test_a_process_that_nobody_launched_trains_alone_and_plans_for_as_many_as_it_would_start() -> None:

@@ -1,7 +1,5 @@
 """One writer for each output folder: who is second is refused and harms nothing; who is killed holds nothing."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -11,17 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from vembed.distributed.lock import LOCK_FILE, FolderInUseError, Writer, hold_output, machine_name
 from vembed.errors import ExitCode, MachineError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HOLD = """
 import os, sys, time

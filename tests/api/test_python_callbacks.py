@@ -1,18 +1,14 @@
 """Callbacks of a run: they hear it, stop it, set its rate, survive a resume, and may fail."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import vembed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.slow]
 

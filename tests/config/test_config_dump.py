@@ -1,6 +1,5 @@
 """What is kept of a configuration: the dumped file, the hash, the comparison on resume, and no secret in any."""
 
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -54,16 +53,6 @@ def test_a_dumped_config_loads_as_an_equal_one(config: Config, tmp_path: Path) -
 def test_every_text_survives_the_dump(text: str, tmp_path: Path) -> None:
     config = make(query_prompt=text, column_mapping={f"{text}x": "query"})
     assert loaded(dump_config(config), tmp_path) == config
-
-
-def test_random_texts_survive_the_dump(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    alphabet = " \n\t\r:#'\"\\-?{}[]!&*%@`,|>=~._0123456789eEaxnoé\x85\u2028\ufeff😀\x07"
-    for _ in range(30):
-        texts = ["".join(rng.choices(alphabet, k=rng.randint(1, 12))) for _ in range(5)]
-        names = {text: None for text in texts if text.strip()}
-        config = make(query_prompt=texts[0], document_prompt=texts[1] * 20, column_mapping=names)
-        assert loaded(dump_config(config), tmp_path) == config, repr(texts)
 
 
 def test_a_dump_holds_every_key_once_under_its_section_and_keeps_auto() -> None:
@@ -138,13 +127,7 @@ def test_a_checkpoint_of_an_older_or_newer_schema_is_compared_by_defaults() -> N
     assert resume_differences({**old, "kl_teacher_temperature": 1.0}, make()) == [], "no loss reads it"
     assert resume_differences({**old, "temperature": 1.0}, make()) == [("temperature", 1.0, 0.05, "refused")]
     assert resume_differences({**old, "no_longer": True}, make()) == [("no_longer", True, None, "refused")]
-
-
-def test_true_and_1_are_different_on_resume() -> None:
-    assert [each.key for each in resume_differences({**make().model_dump(), "bm25": 1}, make())] == ["bm25"]
-
-
-def test_a_dumped_file_shows_no_difference_on_resume() -> None:
+    assert [each.key for each in resume_differences({**old, "bm25": 1}, make())] == ["bm25"], "true is not 1"
     assert resume_differences(yaml.safe_load(dump_config(make())), make()) == []
 
 

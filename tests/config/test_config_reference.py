@@ -11,7 +11,6 @@ import pytest
 
 import vembed
 from vembed.config.load import load_config
-from vembed.config.names import ALIASES
 from vembed.config.reference import render_reference
 from vembed.config.schema import config_class, fields, key_names
 from vembed.data.columns import COLUMNS
@@ -24,20 +23,6 @@ CONFIG_NAMES = {"config", "cfg", "keys"}
 
 def test_the_checked_in_reference_is_what_the_schema_says() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == render_reference()
-
-
-def test_the_module_writes_the_reference() -> None:
-    done = subprocess.run([sys.executable, "-m", "vembed.config.reference"], capture_output=True, check=True, cwd=ROOT)
-    assert done.stdout.decode() == render_reference()
-
-
-def test_the_reference_has_one_full_row_for_each_key() -> None:
-    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in render_reference().splitlines() if line.startswith("| `")]
-    keys = [row[0].strip(" `") for row in rows if len(row) == 7]
-    assert keys == list(key_names())
-    aliases = render_reference().partition("\n## Aliases\n")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `(\w+)`", aliases, re.MULTILINE) == list(ALIASES)
-    assert all(cell.strip() for row in rows if len(row) == 7 for cell in (*row[:3], row[4], row[6]))
 
 
 def test_the_example_of_the_reference_loads(tmp_path: Path) -> None:

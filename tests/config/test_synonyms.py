@@ -25,11 +25,8 @@ def refusal(**values: object) -> str:
 @pytest.mark.parametrize(
     ("key", "written", "ours"),
     [
-        ("save_steps", 0, None),
-        ("max_grad_norm", 0, None),
-        ("max_grad_norm", 0.0, None),
-        ("scheduler_type", "constant_with_warmup", "constant"),
-        ("attn_implementation", None, "auto"),
+        *[("save_steps", 0, None), ("max_grad_norm", 0, None), ("max_grad_norm", 0.0, None)],
+        *[("scheduler_type", "constant_with_warmup", "constant"), ("attn_implementation", None, "auto")],
         ("torch_dtype", None, "float32"),
     ],
 )

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from kit.rows import Jsonl, Paint, png
 
+from vembed.data import table_cache
+
 
 @pytest.fixture
 def paint(tmp_path: Path) -> Paint:
@@ -32,6 +34,14 @@ def jsonl(tmp_path: Path) -> Jsonl:
         return path
 
     return write
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the rows of files of any size."""
+    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
+    return tmp_path / "cache" / "records"
 
 
 @pytest.fixture

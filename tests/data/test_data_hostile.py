@@ -40,29 +40,20 @@ def refused_by(path: Path | str, reader: str = "records") -> str:
     return str(caught.value)
 
 
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
 
 
-def make_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def make_endless_link(path: Path) -> None:
-    path.symlink_to(path)
-
-
-def make_folder(path: Path) -> None:
-    path.mkdir()
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "endless link": lambda path: path.symlink_to(path),
+}
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("make", [make_pipe, make_socket, make_device, make_endless_link])
+@pytest.mark.parametrize("make", [*MAKERS.values(), make_socket], ids=[*MAKERS, "socket"])
 def test_only_regular_files_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None], reader: str
 ) -> None:
@@ -72,7 +63,7 @@ def test_only_regular_files_are_read(
     assert "no regular file but a pipe, socket, device, or a link that leads nowhere" in refused_by(path, reader)
 
 
-@pytest.mark.parametrize("make", [make_pipe, make_device, make_endless_link, make_folder])
+@pytest.mark.parametrize("make", [*MAKERS.values(), Path.mkdir], ids=[*MAKERS, "folder"])
 def test_judgements_are_read_from_a_regular_file_only(beir_files: Path, make: Callable[[Path], None]) -> None:
     path = beir_files / "qrels" / "test.tsv"
     path.unlink()

@@ -40,6 +40,8 @@ from vembed.losses.base import BatchStructure
 from vembed.losses.cells import false_negative_mask, positive_mask
 from vembed.training.run import run_from_config
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def records(name: str, folder: Path, **options: Any) -> LoadedRecords:
     return read(f"{name}:{folder}", "train", DataKeys(**options)).records()
@@ -377,8 +379,6 @@ def test_a_column_mapping_has_no_effect_and_says_so(tmp_path: Path) -> None:
 # Through the whole program: evaluate, one step of training, a short run; rows of one's own
 
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 COUNTS = {
     "flickr30k": (PHOTOS["test"] * CAPTIONS, PHOTOS["test"]),
     "sop": (sum(PRODUCTS["test"].values()) - 1, sum(PRODUCTS["test"].values())),
@@ -448,15 +448,9 @@ def test_a_cut_off_of_a_thousand_may_be_asked_for(tmp_path: Path) -> None:
 
 def dry_run(tmp_path: Path, data: str, **keys: Any) -> None:
     values = {
-        "model_name": "builtin:tiny-clip",
-        "data_path": data,
-        "test_data_path": data,
-        "eval_strategy": "no",
-        "batch_size": 4,
-        "report_to": "none",
-        "bm25": False,
-        "output_dir": str(tmp_path / "run"),
-    }
+        "model_name": "builtin:tiny-clip", "data_path": data, "test_data_path": data, "eval_strategy": "no",
+        "batch_size": 4, "report_to": "none", "bm25": False, "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
     run_from_config(Config.model_validate(values | keys), mode="dry-run")
 
 
@@ -476,18 +470,10 @@ def test_a_published_set_trains_a_step_in_its_own_mode_alone(tmp_path: Path, nam
 def test_a_short_run_on_composed_queries_ends_with_a_report_that_shows_both_parts(tmp_path: Path) -> None:
     folder = write_cirr(tmp_path / "set")
     keys = {
-        "model_name": "builtin:tiny-clip",
-        "data_path": f"cirr:{folder}",
-        "val_data_path": f"cirr:{folder}",
-        "val_data_split": "val-subset",
-        "test_data_path": f"cirr:{folder}",
-        "batch_size": 4,
-        "max_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "report_to": "none",
-        "output_dir": str(tmp_path / "run"),
-    }
+        "model_name": "builtin:tiny-clip", "data_path": f"cirr:{folder}", "val_data_path": f"cirr:{folder}",
+        "val_data_split": "val-subset", "test_data_path": f"cirr:{folder}", "batch_size": 4, "max_steps": 2,
+        "eval_strategy": "steps", "eval_steps": 1, "report_to": "none", "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
     result = run_from_config(Config.model_validate(keys))
     assert result is not None
     report = (tmp_path / "run/report/report.html").read_text("utf-8")

@@ -114,15 +114,10 @@ def test_fingerprint_is_of_content_not_of_location() -> None:
 
 def test_fingerprint_changes_with_order_and_every_field() -> None:
     variants = [
-        ROWS,
-        ROWS[::-1],
-        ROWS[:2],
-        [("q0!", *ROWS[0][1:]), *ROWS[1:]],
-        [("q0", ("p0", "more"), (), None), *ROWS[1:]],
-        [("q0", ("p0",), ("more",), None), *ROWS[1:]],
-        [("q0", ("p0",), (), 0), *ROWS[1:]],
+        ROWS, ROWS[::-1], ROWS[:2], [("q0!", *ROWS[0][1:]), *ROWS[1:]], [("q0", ("p0", "more"), (), None), *ROWS[1:]],
+        [("q0", ("p0",), ("more",), None), *ROWS[1:]], [("q0", ("p0",), (), 0), *ROWS[1:]],
         [("q0", ("p0",), (), "0"), *ROWS[1:]],
-    ]
+    ]  # fmt: skip
     prints = {table_of(rows).fingerprint for rows in variants}
     assert len(prints) == len(variants)
     assert all(len(value) == 64 for value in prints)
@@ -222,14 +217,6 @@ def test_items_have_the_ids_and_modalities_of_their_content() -> None:
 
 
 # Rows that were read once come back from disk, and only while they are still true
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the rows of files of any size."""
-    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
-    return tmp_path / "cache" / "records"
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

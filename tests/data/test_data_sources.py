@@ -16,7 +16,6 @@ from kit.rows import Jsonl, load, png, queries
 import vembed
 from vembed.batch import Image
 from vembed.config.load import load_config
-from vembed.data import table_cache
 from vembed.data.columns import ExtraColumn, LossNeeds
 from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys, Role
@@ -139,11 +138,8 @@ def test_a_saved_set_is_read(tmp_path: Path) -> None:
     assert "has no splits" in missing(tmp_path / "set", "train", "train")
 
 
-def test_a_saved_set_of_several_files_is_read_in_order_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
+@pytest.mark.usefixtures("cache")
+def test_a_saved_set_of_several_files_is_read_in_order_and_kept(tmp_path: Path) -> None:
     names = [chr(ord("a") + number) for number in range(20)]
     rows = datasets.Dataset.from_dict({"query": names, "positive": [name * 2 for name in names]})
     rows.save_to_disk(str(tmp_path / "set"), num_shards=3)

@@ -226,12 +226,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_shard_is_refused_with_nothing_written(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
+def test_a_hostile_shard_is_refused_with_nothing_written(tmp_path: Path, name: str) -> None:
     make, reason = HOSTILE[name]
     folder = tmp_path / "data"
     folder.mkdir()
@@ -274,11 +271,10 @@ def test_numbered_shards_must_all_be_there(tmp_path: Path) -> None:
     assert "names no file, or over" in refusal(str(tmp_path / "s-{0..999999999}.tar"))
 
 
+@pytest.mark.usefixtures("cache")
 def test_a_kept_index_gives_the_same_records_until_a_shard_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
     monkeypatch.setattr(table_cache, "FREE_SHARE", 1e30)  # an index takes no room to speak of
     for shard in range(2):
         write(tmp_path / f"s-{shard}.tar", captions(4, first=4 * shard))

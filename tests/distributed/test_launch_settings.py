@@ -31,17 +31,30 @@ SRUN = {
 }  # fmt: skip
 
 
-def test_a_process_that_nobody_launched_is_alone_and_may_launch_others() -> None:
-    process = process_env({"PATH": "/bin"})
-    assert process == ProcessEnv()
-    assert not process.is_launched
-
-
-def test_the_process_that_torchrun_gives() -> None:
-    process = process_env(TORCHRUN)
-    assert process == ProcessEnv(5, 8, 1, 4, "torchrun", "10.0.0.1", 1234)
-    assert process.is_launched
-    assert process_env({**TORCHRUN, **process.environment()}) == process
+@pytest.mark.parametrize(
+    ("environ", "process"),
+    [
+        pytest.param({"PATH": "/bin"}, ProcessEnv(), id="nobody launched it"),
+        pytest.param(TORCHRUN, ProcessEnv(5, 8, 1, 4, "torchrun", "10.0.0.1", 1234), id="torchrun"),
+        pytest.param(
+            {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"},
+            ProcessEnv(launcher="accelerate launch", on_cpu=True),
+            id="one process of accelerate",
+        ),
+        pytest.param(SRUN, ProcessEnv(17, 20, 1, 4, "srun", "gpu003", 20_007), id="a task of srun"),
+        pytest.param(
+            SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
+            ProcessEnv(0, 20, 0, 8, "srun", "gpu003", 20_007),
+            id="the first task of srun",
+        ),
+        pytest.param(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, ProcessEnv(), id="a step of one task"),
+    ],
+)
+def test_which_process_this_is(environ: dict[str, str], process: ProcessEnv) -> None:
+    assert process_env(environ) == process
+    assert process.is_launched == (process != ProcessEnv()), "who isn't may launch others"
+    if process.launcher == "torchrun":
+        assert process_env(environ | process.environment()) == process
 
 
 def test_the_launcher_is_named_for_people() -> None:
@@ -50,12 +63,7 @@ def test_the_launcher_is_named_for_people() -> None:
     assert process_env(accelerate).launcher == "accelerate launch"
     del accelerate["TORCHELASTIC_RUN_ID"], accelerate["ACCELERATE_MIXED_PRECISION"]
     assert process_env(accelerate).launcher == "the environment"
-
-
-def test_one_process_of_accelerate_is_not_launched_again() -> None:
-    process = process_env({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"})
-    assert process == ProcessEnv(launcher="accelerate launch", on_cpu=True)
-    assert process.is_launched
+    assert process_env({**SRUN, **TORCHRUN}).launcher == "torchrun", "inside srun"
 
 
 def test_accelerate_that_was_asked_for_several_and_started_one_is_refused_with_the_cure() -> None:
@@ -63,18 +71,6 @@ def test_accelerate_that_was_asked_for_several_and_started_one_is_refused_with_t
     with pytest.raises(ConfigError, match=r"started one.*num_processes=2.*distributed_type: MULTI_GPU"):
         process_env(asked)
     assert process_env({**asked, "WORLD_SIZE": "2", "RANK": "1"}).world_size == 2
-
-
-def test_tasks_of_srun_are_ranks_and_meet_on_the_first_host() -> None:
-    process = process_env(SRUN)
-    assert process == ProcessEnv(17, 20, 1, 4, "srun", "gpu003", 20_007)
-    first = process_env({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
-    assert (first.local_world_size, first.main_address, first.main_port) == (8, "gpu003", 20_007)
-
-
-def test_a_step_of_one_task_launches_by_itself_and_torchrun_inside_srun_is_torchrun() -> None:
-    assert not process_env({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}).is_launched
-    assert process_env({**SRUN, **TORCHRUN}).launcher == "torchrun"
 
 
 @pytest.mark.parametrize(
@@ -195,36 +191,24 @@ DEEPSPEED: dict[str, Any] = {
 }
 
 
-def test_a_deepspeed_file_is_refused_with_the_equal_keys() -> None:
+def test_a_deepspeed_file_is_refused_with_the_equal_keys_which_exist() -> None:
     assert is_deepspeed(DEEPSPEED)
     assert not is_deepspeed({"model_name": "a", "batch_size": 2})
-    lines = deepspeed_refusal(DEEPSPEED, where="ds.json").split("\n  ")
-    assert lines[0].startswith("ds.json is a configuration for DeepSpeed")
-    assert [line.partition("  (")[0] for line in lines[1:]] == [
-        "use_fsdp: true, fsdp_mode: lean",
-        "cpu_offload: true",
-        "batch_size: 16",
-        "max_grad_norm: 0.5",
-        "learning_rate: 1e-05",
-        "bf16: true",
-        "adam_beta1: 0.9, adam_beta2: 0.95",
-        "without an equal, and not needed: optimizer.type, zero_optimization.overlap_comm",
-    ]
-
-
-def test_the_equal_keys_exist() -> None:
-    names = {part.partition(":")[0].strip() for line in module_lines() for part in line.split(",") if ":" in part}
-    assert len(names) >= 8
-    assert names <= set(Config.model_fields)
-
-
-def module_lines() -> list[str]:
     everything = DEEPSPEED | {
         "train_batch_size": 8, "activation_checkpointing": {"number_checkpoints": 2}, "fp16": {"enabled": True},
         "scheduler": {"params": {"warmup_num_steps": 3}},
     }  # fmt: skip
-    lines = deepspeed_refusal(everything, where="ds.json").split("\n  ")[1:]
-    return [line.partition("  (")[0] for line in lines if not line.startswith("without")]
+    first, *lines = deepspeed_refusal(everything, where="ds.json").split("\n  ")
+    assert first.startswith("ds.json is a configuration for DeepSpeed")
+    keys = {}
+    for line in lines[:-1]:
+        keys |= yaml.safe_load(f"{{{line.partition('  (')[0]}}}")
+    assert keys.items() >= {
+        "use_fsdp": True, "fsdp_mode": "lean", "cpu_offload": True, "batch_size": 16, "max_grad_norm": 0.5,
+        "bf16": True, "adam_beta1": 0.9, "adam_beta2": 0.95,
+    }.items()  # fmt: skip
+    assert keys.keys() <= Config.model_fields.keys()
+    assert lines[-1].endswith("optimizer.type, zero_optimization.overlap_comm")
 
 
 def effective(monkeypatch: pytest.MonkeyPatch, config: Config, environ: dict[str, str]) -> Effective:

@@ -292,30 +292,24 @@ def worst(loads: list[Load], cut: Cut, **options: int) -> BytesPerDevice:
     return peak_of_step(PARTS, activation_moments(loads, cut), **{"tables": 20, "fresh": 200, **options})
 
 
-def test_replay_holds_one_call_and_all_gradients() -> None:
-    # 3 calls of 4 rows x 10 tokens: 400 bytes kept, 40 beyond.
-    peak = worst([Load(small_tower(), 12, 10)], Cut(rows=4, tokens=1000))
-    assert (peak.gradients, peak.activations, peak.loss) == (400, 440, 20)
-
-
-def test_the_last_call_is_as_small_as_it_is() -> None:
-    # 4 rows, then 1: the large one runs before there are gradients, 440; the small one beside them, 400 + 110.
-    peak = worst([Load(small_tower(), 5, 10)], Cut(rows=4, tokens=1000))
-    assert (peak.gradients, peak.activations) == (400, 200)  # the end of the second, with a fresh gradient
-    peak = worst([Load(small_tower(), 5, 10)], Cut(rows=4, tokens=1000), fresh=0)
-    assert (peak.gradients, peak.activations) == (400, 110)
-
-
-def test_plain_training_has_no_gradients_beside_its_graphs() -> None:
-    peak = worst([Load(small_tower(saved=100.0), 12, 10)], Cut(rows=100, tokens=1000))
-    assert (peak.gradients, peak.activations) == (0, 12_120)
-
-
-def test_retained_calls_stand_together_and_the_first_goes_before_the_gradients_come() -> None:
-    peak = worst([Load(small_tower(saved=100.0, extra=2.0), 12, 10)], Cut(rows=4, tokens=1000, retain=1.0))
-    assert (peak.gradients, peak.activations) == (0, 12_080)
-    peak = worst([Load(small_tower(saved=2.0), 12, 10)], Cut(rows=4, tokens=1000, retain=1.0), fresh=0)
-    assert (peak.gradients, peak.activations) == (400, 2 * 80 + 40)
+@pytest.mark.parametrize(
+    ("stack", "rows", "cut", "fresh", "gradients", "activations"),
+    [
+        # 3 calls of 4 rows x 10 tokens: 400 bytes kept, 40 beyond, beside all gradients.
+        pytest.param({}, 12, Cut(4, 1000), 200, 400, 440, id="a replay holds one call"),
+        # 4 rows, then 1: the large one runs before there are gradients, 440; the small one beside them, 400 + 110.
+        pytest.param({}, 5, Cut(4, 1000), 200, 400, 200, id="the last call ends with a fresh gradient"),
+        pytest.param({}, 5, Cut(4, 1000), 0, 400, 110, id="the last call is as small as it is"),
+        pytest.param({"saved": 100.0}, 12, Cut(100, 1000), 200, 0, 12_120, id="plain training has no gradients yet"),
+        pytest.param({"saved": 100.0, "extra": 2.0}, 12, Cut(4, 1000, 1.0), 200, 0, 12_080, id="retained calls"),
+        pytest.param({"saved": 2.0}, 12, Cut(4, 1000, 1.0), 0, 400, 2 * 80 + 40, id="the first retained one goes"),
+    ],
+)
+def test_the_worst_moment_by_hand(
+    stack: dict[str, float], rows: int, cut: Cut, fresh: int, gradients: int, activations: int
+) -> None:
+    peak = worst([Load(small_tower(**stack), rows, 10)], cut, fresh=fresh)  # type: ignore[arg-type]
+    assert (peak.gradients, peak.activations, peak.loss) == (gradients, activations, 20)
 
 
 def test_what_a_call_keeps_whatever_its_rows_counts_for_each_call() -> None:

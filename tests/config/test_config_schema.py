@@ -1,5 +1,6 @@
 """The schema: each bound and each rule between keys, with the valid neighbour of every refused value."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,17 +71,10 @@ teacher_model_name: t | loss_type: margin_mse | nothing reads the teacher: set f
 false_negative_filter: teacher | teacher_model_name: t | false_negative_filter teacher reads a teacher's vectors, and
 teacher_model_name: builtin:ngram-bag, loss_type: kl | teacher_model_name: ./t | has nothing to teach
 teacher_model_name: t, loss_type: kl, label_kind: grade | label_kind: default | label_kind grade gives the scores
-teacher_revision: x | teacher_model_name: t, loss_type: cosine_mse | teacher_revision has no effect without
-teacher_cache: x | teacher_model_name: t, loss_type: cosine_mse | teacher_cache has no effect without teacher_model_name
 batch_size: auto, global_batch_size: 8 | global_batch_size: default | global_batch_size already gives
 data: [{path: a}], data_path: b | data_path: default | remove one of them
-source_batches: single | data: [{path: a}] | source_batches has no effect
-source_temperature: 2.0 | data: [{path: a}] | source_temperature has no effect
-hard_max_similarity: 0.9 | batch_sampling: hard | hard_max_similarity has no effect
-samples_per_class: 8 | batch_sampling: classes | samples_per_class has no effect
 batch_sampling: classes, batch_size: 10 | batch_size: 8 | doesn't divide batch_size 10 into two or more classes; set
 batch_sampling: classes, label_kind: pair, loss_type: cosent | label_kind: class, loss_type: default | label_kind is
-lr_reference_batch: 8 | lr_scaling: sqrt | lr_reference_batch has no effect
 sharding_factor: 1, use_fsdp: true | use_fsdp: false | replicates the model
 sharding_factor: 2, use_fsdp: false | use_fsdp: true | shards the model while
 fsdp_mode: lean, use_fsdp: false | use_fsdp: default | fsdp_mode has no effect with use_fsdp false
@@ -122,15 +116,10 @@ val_fraction: 0.1, val_data_path: d | val_data_path: default | set val_data_path
 test_data_split: test | test_data_path: d | set test_data_path
 guard_data_split: test | guard_data: [d] | set guard_data
 guard_data: [d, d] | guard_data: [d, e] | guard_data lists d twice; name it once
-max_invalid_records: 5 | skip_invalid_records: true | has no effect with skip_invalid_records false; remove it or set
 label_kind: grade | label_kind: class | loss_type infonce doesn't take listed pairs
 loss_type: sigmoid, temperature: 0.1 | loss_type: infonce | set init_logit_scale to 2.303
 loss_type: sigmoid, learn_temperature: true | loss_type: default | always learns its scale
 loss_type: sigmoid, loss_bidirectional: true | loss_type: default | judges each pair once
-init_logit_scale: 3.0 | loss_type: sigmoid | init_logit_scale has no effect with loss_type infonce
-init_logit_bias: 3.0 | loss_type: sigmoid | init_logit_bias has no effect with loss_type infonce
-maxsim_sum: true | loss_type: colbert | maxsim_sum has no effect with loss_type infonce
-triplet_margin: 0.5 | loss_type: triplet | triplet_margin has no effect
 false_negative_filter: threshold, loss_type: colbert | loss_type: default | false_negative_filter has no effect
 false_negative_margin: 0.1, loss_type: colbert | false_negative_filter: threshold, loss_type: default | has no effect
 false_negative_margin_kind: absolute, loss_type: colbert | false_negative_filter: threshold, loss_type: default | effect
@@ -140,30 +129,18 @@ focal_gamma: 0.5, loss_type: supcon | hardness_mode: hard_negatives, loss_type: 
 loss_directions: [query_to_document, query_to_query], loss_type: supcon | loss_type: default | loss_directions has no
 hardness_strength: 9.0 | hardness_mode: all_negatives | hardness_mode none
 cosent_scale: 10.0 | loss_type: cosent | set temperature to 0.1
-distillation_alpha: 0.7 | loss_type: distillation, teacher_model_name: t | distillation_alpha has no effect
-distillation_temperature: 2.0 | loss_type: distillation, teacher_model_name: t | distillation_temperature has no effect
-distillation_loss_type: mse | loss_type: distillation, teacher_model_name: t | distillation_loss_type has no effect
 distillation_temperature: 2.0, distillation_loss_type: mse | loss_type: distillation, teacher_model_name: t, distillation_temperature: default | distillation_temperature has no effect with distillation_loss_type mse
 added_losses: {cosentt: 1.0} | added_losses: {cosent: 1.0} | 'cosentt' is no loss
 loss_type: spread_out | added_losses: {spread_out: 1.0}, loss_type: default | spread_out alone learns nothing
 added_losses: {angle: 1.0} | label_kind: grade | set label_kind
-spread_out_mean: 2.0 | added_losses: {spread_out: 1.0} | has no effect
-spread_out_second_moment: 2.0 | added_losses: {spread_out: 1.0} | spread_out_second_moment has no effect
-angle_scale: 5.0 | loss_type: angle | angle_scale has no effect
 angle_scale: 5.0, loss_type: kl | angle_scale: default | angle_scale has no effect
 cosent_scale: 10.0, loss_type: angle | cosent_scale: default | set angle_scale to 10
 temperature: 0.1, loss_type: kl | kl_temperature: 0.1, temperature: default | set kl_temperature to 0.1
-margin_mse_scale: 9.0 | loss_type: margin_mse | has no effect
-kl_temperature: 0.5 | loss_type: kl | kl_temperature has no effect
-kl_teacher_temperature: 2.0 | loss_type: kl | has no effect
-triplet_negatives: listed | loss_type: triplet | has no effect
-hard_topk: 4 | loss_type: in_batch_hard | hard_topk has no effect with loss_type infonce
 use_all_negatives: true | loss_type: in_batch_hard | infonce always learns from all of them
 hard_topk: 4, loss_type: in_batch_hard, use_all_negatives: true | use_all_negatives: default | hard_topk has no effect
 loss_type: colbert, mrl_dims: [8] | loss_type: default | vectors of late interaction are short
 loss_type: colbert, mrl_dims: [8], mrl_weights: [1.0] | loss_type: default | mrl_weights has no effect with loss_type
 mrl_dims: [8, 8] | mrl_dims: [8, 4] | holds a number twice
-mrl_weights: [1.0] | mrl_dims: [8] | mrl_weights has no effect without mrl_dims
 mrl_weights: [1.0], mrl_dims: [8, 4] | mrl_weights: default | one weight for each
 save_strategy: "no", save_steps: 5 | save_strategy: epoch | set save_strategy to steps
 save_strategy: "no", save_minutes: 5.0 | save_minutes: default | set save_strategy to steps or epoch
@@ -172,21 +149,8 @@ mine: once, label_kind: grade | label_kind: default | mine needs rows with posit
 mine: once, mine_teacher: builtin:ngram-bag | mine_teacher: ./t | has nothing to teach
 data: [{path: a}, {path: b, loss: cosent}] | source_batches: single | data[1].loss: a mixed batch holds rows of all
 data: [{path: a, loss: cosent}], added_losses: {spread_out: 0.1} | data: [{path: a}] | added_losses has no effect:
-hard_refresh: 2 | batch_sampling: hard | hard_refresh has no effect with
 seeds: [1, 2, 1] | seeds: [1, 2] | seed 1 is listed twice
 seeds: [1, 2], test_data_path: t, eval_strategy: "no" | eval_strategy: default | seeds keeps the model that is best on
-mine_corpus: corpus.jsonl | mine: once | mine_corpus has no effect with mine never
-mine_teacher: ./t | mine: once | mine_teacher has no effect with mine never
-mine_negatives: 2 | mine: once | mine_negatives has no effect with mine never
-mine_range_min: 5 | mine: once | mine_range_min has no effect with mine never
-mine_range_max: 50 | mine: once | mine_range_max has no effect with mine never
-mine_relative_margin: 0.1 | mine: once | mine_relative_margin has no effect with mine never
-mine_absolute_margin: 0.1 | mine: once | mine_absolute_margin has no effect with mine never
-mine_min_score: 0.1 | mine: once | mine_min_score has no effect with mine never
-mine_max_score: 0.9 | mine: once | mine_max_score has no effect with mine never
-mine_sampling: random | mine: once | mine_sampling has no effect with mine never
-mine_index: HNSW32 | mine: once | mine_index has no effect with mine never
-mine_replace: true | mine: once | mine_replace has no effect with mine never
 batch_sampling: classes, batch_size: 4 | batch_size: 8 | set batch_size to 8
 batch_sampling: classes, global_batch_size: 30 | global_batch_size: 32 | set global_batch_size to 32
 batch_sampling: classes, batch_size: auto, samples_per_class: 3 | samples_per_class: 4 | a power of two
@@ -197,6 +161,30 @@ label_kind: pair | loss_type: cosent | set loss_type to cosent
 """  # noqa: E501
 """What is refused | what mends it | a part of the message."""
 
+IDLE = """
+teacher_model_name: t, loss_type: cosine_mse | teacher_revision: x, teacher_cache: x
+data: [{path: a}] | source_batches: single, source_temperature: 2.0
+batch_sampling: hard | hard_max_similarity: 0.9, hard_refresh: 2
+batch_sampling: classes | samples_per_class: 8
+lr_scaling: sqrt | lr_reference_batch: 8
+skip_invalid_records: true | max_invalid_records: 5
+loss_type: sigmoid | init_logit_scale: 3.0, init_logit_bias: 3.0
+loss_type: colbert | maxsim_sum: true
+loss_type: triplet | triplet_margin: 0.5, triplet_negatives: listed
+loss_type: distillation, teacher_model_name: t | distillation_alpha: 0.7, distillation_temperature: 2.0
+loss_type: distillation, teacher_model_name: t | distillation_loss_type: mse
+added_losses: {spread_out: 1.0} | spread_out_mean: 2.0, spread_out_second_moment: 2.0
+loss_type: angle | angle_scale: 5.0
+loss_type: margin_mse | margin_mse_scale: 9.0
+loss_type: kl | kl_temperature: 0.5, kl_teacher_temperature: 2.0
+loss_type: in_batch_hard | hard_topk: 4
+mrl_dims: [8] | mrl_weights: [1.0]
+mine: once | mine_corpus: corpus.jsonl, mine_teacher: ./t, mine_negatives: 2, mine_range_min: 5, mine_range_max: 50
+mine: once | mine_relative_margin: 0.1, mine_absolute_margin: 0.1, mine_min_score: 0.1, mine_max_score: 0.9
+mine: once | mine_sampling: random, mine_index: HNSW32, mine_replace: true
+"""
+"""What makes keys act | keys that each alone are refused, as nothing reads them."""
+
 
 def parts(row: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Return what is refused, what isn't, and a part of the message."""
@@ -206,7 +194,19 @@ def parts(row: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     return refused_values, mended, sentence
 
 
-@pytest.mark.parametrize("row", RULE_CASES.strip().splitlines())
+def idle_rows() -> list[str]:
+    pairs = (line.split(" | ") for line in IDLE.strip().splitlines())
+    return [
+        f"{json.dumps({key: value})[1:-1]} | {acting} | {key} has no effect"
+        for acting, keys in pairs
+        for key, value in yaml.safe_load(f"{{{keys}}}").items()
+    ]
+
+
+ROWS = [*RULE_CASES.strip().splitlines(), *idle_rows()]
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_an_impossible_combination_is_refused_with_its_fix(row: str) -> None:
     bad, mended, sentence = parts(row)
     assert sentence in refused(**bad)
@@ -245,7 +245,7 @@ def constructed(values: Mapping[str, Any]) -> Config:
 
 def test_every_rule_has_a_case_above_and_one_sentence_for_the_reference() -> None:
     broken = set()
-    for row in RULE_CASES.strip().splitlines():
+    for row in ROWS:
         candidate = constructed(parts(row)[0])
         broken |= {rule.sentence for rule in rules() if rule.violation(candidate) is not None}
     assert broken == {rule.sentence for rule in rules()}
@@ -264,7 +264,7 @@ def test_a_rule_reads_no_key_that_it_does_not_name() -> None:
 
     watched_something = False
     for rule in rules():
-        for values in [{}, *(parts(row)[0] for row in RULE_CASES.strip().splitlines())]:
+        for values in [{}, *(parts(row)[0] for row in ROWS)]:
             watched = Watched(constructed(values))
             rule.violation(watched)
             assert watched.read <= set(rule.keys), rule.sentence

@@ -89,6 +89,8 @@ class KeyContract:
     def test_the_bounds_that_the_tests_above_need_are_there(self) -> None:
         bounded = [name for name in key_names() if any(SIGNS.keys() & member.keys() for member in alternatives(name))]
         counts = [name for name in bounded if any(m.get("maximum") == LARGEST_COUNT for m in alternatives(name))]
+        numbers = [name for name in key_names() if any(m.get("type") == "number" for m in alternatives(name))]
+        assert len(numbers) > 20
         assert len(bounded) > 60
         assert len(counts) > 20
         assert {"batch_size", "learning_rate", "seed", "warmup_ratio"} <= {*bounded}

@@ -19,20 +19,10 @@ ROWS = [{"query": f"a {one} {two}", "positive": f"{one[::-1]} {two[::-1]}"} for 
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, Any]:
     return {
-        "model": "builtin:ngram-bag",
-        "data": ROWS[:48],
-        "val_data": ROWS[48:],
-        "output_dir": tmp_path / "out",
-        "batch_size": 16,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "scheduler_type": "constant",
-        "warmup_ratio": 0.0,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "bm25": False,
-        "report_to": "none",
-    }
+        "model": "builtin:ngram-bag", "data": ROWS[:48], "val_data": ROWS[48:], "output_dir": tmp_path / "out",
+        "batch_size": 16, "max_steps": 6, "learning_rate": 1e-2, "scheduler_type": "constant", "warmup_ratio": 0.0,
+        "eval_strategy": "steps", "eval_steps": 2, "bm25": False, "report_to": "none",
+    }  # fmt: skip
 
 
 def rates(folder: Path) -> list[float]:

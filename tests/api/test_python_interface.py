@@ -29,17 +29,10 @@ def keys(tmp_path: Path) -> dict[str, Any]:
     for name, part in (("train", rows[:70]), ("test", rows[70:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     return {
-        "model_name": "builtin:ngram-bag",
-        "data_path": str(tmp_path / "train.jsonl"),
-        "val_data_path": str(tmp_path / "test.jsonl"),
-        "output_dir": str(tmp_path / "out"),
-        "batch_size": 16,
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "eval_strategy": "no",
-        "bm25": False,
-        "report_to": "none",
-    }
+        "model_name": "builtin:ngram-bag", "data_path": str(tmp_path / "train.jsonl"),
+        "val_data_path": str(tmp_path / "test.jsonl"), "output_dir": str(tmp_path / "out"), "batch_size": 16,
+        "max_steps": 4, "learning_rate": 1e-2, "eval_strategy": "no", "bm25": False, "report_to": "none",
+    }  # fmt: skip
 
 
 # --- import

@@ -32,15 +32,9 @@ ROWS = [{"query": f"a {one} {two}", "positive": f"{one[::-1]} {two[::-1]}"} for 
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, Any]:
     return {
-        "model": "builtin:ngram-bag",
-        "output_dir": tmp_path / "out",
-        "batch_size": 16,
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "eval_strategy": "no",
-        "bm25": False,
-        "report_to": "none",
-    }
+        "model": "builtin:ngram-bag", "output_dir": tmp_path / "out", "batch_size": 16, "max_steps": 4,
+        "learning_rate": 1e-2, "eval_strategy": "no", "bm25": False, "report_to": "none",
+    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -207,12 +201,9 @@ DOCUMENTS = [{"_id": f"d{number}", "text": text} for number, text in enumerate(T
 PAIRS = [{"query": text.split()[-1], "positive": text} for text in TEXTS]
 
 TABLES: dict[str, Callable[[list[dict[str, str]]], Any]] = {
-    "list": list,
-    "generator": lambda rows: (row for row in rows),
-    "pandas": pd.DataFrame,
-    "arrow": pa.Table.from_pylist,
-    "datasets": Dataset.from_list,
-}
+    "list": list, "generator": lambda rows: (row for row in rows), "pandas": pd.DataFrame,
+    "arrow": pa.Table.from_pylist, "datasets": Dataset.from_list,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """docs/python.md: every example runs, in order, as it stands; so do the searches of docs/export.md."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -65,22 +63,3 @@ def run_again(words: list[str]) -> None:
     module = {"encode": encode, "search": search}[words[0]]
     more = ["--overwrite"] if words[0] == "encode" else []
     assert module.main([*words[1:], *more], program=f"vembed {words[0]}") == 0
-
-
-@pytest.mark.slow
-def test_the_examples_of_the_readme_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    monkeypatch.chdir(tmp_path)
-    text = (ROOT / "README.md").read_text("utf-8")
-    (example,) = re.findall(r"```python\n(import vembed\n.*?)```", text, flags=re.DOTALL)
-    exec(compile(example, "README.md", "exec"), {})
-    lines = re.findall(r"^vembed (?:encode|search) .*", text, flags=re.MULTILINE)
-    commands = [shlex.split(line)[1:] for line in lines if "--serve" not in line]
-    assert [command[0] for command in commands] == ["encode", "search"]
-    for name, *words in commands:
-        module = {"encode": encode, "search": search}[name]
-        assert module.main(words, program=f"vembed {name}") == 0
-    found = capsys.readouterr().out.rpartition("index Flat")[2].splitlines()
-    assert "red square left of an orange circle" in found[2], "the best hit is what was asked for"

@@ -1,12 +1,11 @@
 """MTEB measures our models through its own library, and finds the numbers that we find on the same data."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,6 @@ import vembed
 from vembed.entrypoints.evaluate import main
 from vembed.errors import ConfigError
 from vembed.evaluation.mteb import find_tasks
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NEEDS_MTEB = "the extra mteb isn't installed: pip install 'vembed[mteb]'"
 WORDS = ("apple", "train", "list", "river", "lamp", "noon", "pie", "green", "sort", "tree", "fox", "leaves")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from test_report_samples import METRIC, STEPS, VALUES, result, sample
 
+import vembed
 from vembed.batch import Image
 from vembed.errors import MachineError
 from vembed.evaluation.judge import mean_interval
@@ -24,6 +25,7 @@ from vembed.evaluation.report import run_report
 from vembed.evaluation.report.run_report import write_report
 from vembed.pages.terminal import render_terminal
 from vembed.pages.write import write_page
+from vembed.registry import Registry
 
 pytestmark = pytest.mark.usefixtures("drawn_once")
 
@@ -132,6 +134,24 @@ def test_the_json_has_null_for_what_isnt_finite_or_isnt_there(tmp_path: Path) ->
     assert data["config"] == {"a": None, "b": None, "c": "x/y", "d": 3}
 
 
+def test_a_section_of_a_plugin_that_fails_costs_no_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vembed.evaluation.report.SECTIONS", Registry("report section", {}))
+    before = [section.name for section in run_report.build_page(sample()).sections]
+
+    @vembed.register_section
+    def broken_section(report: object) -> None:
+        raise KeyError("no such number")
+
+    @vembed.register_section
+    def nothing(report: object) -> None:
+        return None
+
+    assert [section.name for section in run_report.build_page(sample()).sections] == before
+    assert "the report has no section broken-section: KeyError: 'no such number'" in caplog.text
+
+
 def test_a_result_with_nan_for_a_query_still_gives_a_report(tmp_path: Path) -> None:
     final = result("b", {**VALUES["final"], "q2": math.nan})
     comparison = replace(sample().verdict.comparison, low=math.nan, high=math.nan, difference=math.nan)
@@ -146,12 +166,20 @@ def test_a_section_is_one_function_and_one_line(tmp_path: Path, monkeypatch: pyt
     page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text("utf-8")
     (recipe,) = re.findall(r"```python\n(# length_section\.py\n.*?)```", page, re.DOTALL)
     assert "`length_section(report),`" in page
+    registered = Registry("report section", {})
+    with monkeypatch.context() as patch:
+        patch.setattr("vembed.evaluation.report.SECTIONS", registered)
+        exec(recipe, {"__name__": "length_section"})
+        by_plugin = [section.name for section in run_report.build_page(sample()).sections]
+        assert registered.plugins() == {"length-section": "length_section"}
+    assert by_plugin.index("lengths") == by_plugin.index("data") + 1
+    monkeypatch.setattr("vembed.evaluation.report.SECTIONS", Registry("report section", {}))
     source = inspect.getsource(run_report)
     neighbour = "        changes_section(report, gains),\n"
     assert source.count(neighbour) == 1
     copied = types.ModuleType("copied_run_report")
     monkeypatch.setitem(sys.modules, copied.__name__, copied)  # its dataclasses look their module up
-    exec(recipe, copied.__dict__)
+    exec(recipe.replace("@vembed.register_section\n", ""), copied.__dict__)
     exec(source.replace(neighbour, f"{neighbour}        length_section(report),\n"), copied.__dict__)
     built = copied.build_page(sample())
     names = [section.name for section in built.sections]

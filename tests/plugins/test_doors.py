@@ -22,7 +22,7 @@ from vembed.entrypoints.options import EXTENSIBLE, AddedOptions, check, parse_wo
 from vembed.errors import ConfigError
 from vembed.models.export_formats import OUR_FORMS, register_export
 from vembed.models.exportable import FORMS
-from vembed.registry import EXPORTS, INDEX_FORMATS, OPTIONS, Registry
+from vembed.registry import COMMANDS, EXPORTS, INDEX_FORMATS, OPTIONS, Registry
 from vembed.section import option
 from vembed.vectors.keys import IndexKeys
 from vembed.workflows.search.output import PARQUET, output_form, register_index_format, table_format
@@ -156,6 +156,35 @@ def test_an_export_format_of_one_file_writes_beside_the_model(program: Any, bag:
     picky = program("--plugins", "failing", "export", bag, "--format", "picky", "--output", "other")
     assert (picky.returncode, "--format picky: 64 numbers are too many" in picky.stderr) == (2, True)
     assert not (place / "other").exists()
+
+
+def test_options_reach_the_export_format_of_their_name(
+    options: Registry, bag: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for table in ("_entries", "_plugins"):
+        monkeypatch.setattr(EXPORTS, table, dict(getattr(EXPORTS, table)))
+
+    @register_options("export.toy")
+    class ToyOptions(AddedOptions):
+        """Options of a format."""
+
+        letters: int = option(3, "letters of a line", metavar="N")
+
+        def run(self, options: Any) -> None:
+            if options.format != "toy" and self.letters != 3:
+                raise ConfigError("--letters is for toys; add --format toy")
+
+    @register_export("toy")
+    def write(encoder: Any, folder: Path, options: Any) -> list[str]:
+        (folder / "toy").write_text("a" * options.letters)
+        return [f"toy: {options.letters} letters"]
+
+    command = partial(COMMANDS.load("export"), program="vembed export")
+    assert command([str(bag), "--output", "out", "--letters", "5"]) == 2
+    assert "error: --letters is for toys; add --format toy" in capsys.readouterr().err
+    assert command([str(bag), "--output", "out", "--format", "toy", "--letters", "5"]) == 0
+    assert "\ntoy: 5 letters\n" in capsys.readouterr().out
+    assert (place / "out" / "toy").read_text() == "aaaaa"
 
 
 def test_the_forms_of_the_command_are_those_that_models_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ def _write(folder: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -
     import pyarrow as pa
 
     lancedb = import_extra("lancedb", "lancedb", "--format lancedb")
+    # A reader, not a table of Arrow: batches are written as they come, so that one of them stands in memory.
     lancedb.connect(str(folder)).create_table(TABLE, pa.RecordBatchReader.from_batches(schema, batches))
 
 
@@ -33,7 +34,7 @@ def _read(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         table = lancedb.connect(str(path)).open_table(TABLE)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{path} can't be read as LanceDB: {first_line(error)}; encode the corpus again") from error
-    return table.schema, _rows(table)
+    return table.schema, _rows(table)  # the metadata of the schema is as it was written
 
 
 def _rows(table: Any) -> Iterator[pa.RecordBatch]:

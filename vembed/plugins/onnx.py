@@ -59,6 +59,7 @@ class OnnxOptions(AddedOptions):
         Raises:
             ConfigError: One is set for another format.
         """
+        # A graph's option without a graph would be dropped in silence.
         if options.format != "onnx" and (self.int8 or self.opset is not None or self.allow_lower):
             raise ConfigError("--int8, --opset and --allow-lower are for graphs; add --format onnx")
 

@@ -57,6 +57,7 @@ def encode_with_ray(address: str = "", num_workers: int | None = None) -> Encode
         address: HOST:PORT; "" is $RAY_ADDRESS, a cluster of this machine, or a new one here.
         num_workers: One for each GPU by default, or for each `WORKER_CPUS` CPUs.
     """
+    # A generator function: Ray is imported and reached when the first vectors are asked for, not before.
     return partial(_stream, address, num_workers)
 
 

@@ -41,6 +41,7 @@ class MtebOptions(AddedOptions):
     def run(self, options: Any) -> int | None:
         if self.mteb is None:
             return None
+        # Refusals first: a wrong command leaves no folder behind, and costs no import of MTEB, which takes 10 s.
         reason = "--mteb measures as MTEB does"
         options.refuse_beside(reason, WITHOUT_EFFECT)
         options.refuse_word_models(reason)
@@ -58,6 +59,7 @@ class MtebOptions(AddedOptions):
         labels = model_labels(options.models)
         tasks = find_tasks(self.mteb or ())
         folder = home_path(options.output) / "mteb"
+        # By model, not by task: a model is loaded once, and only one is in memory.
         scores: dict[str, list[TaskScore]] = {}
         for name, label in zip(options.models, labels, strict=True):
             model = vembed.load(name, **options.load_options())

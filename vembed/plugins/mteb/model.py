@@ -96,6 +96,7 @@ class MtebModel:
             batches: Columns `text`, `image` or both.
             prompt_type: Names a side in retrieval alone; elsewhere texts are alike and count as queries.
         """
+        # MTEB's names of sides are texts of an enumeration, which compare as texts do.
         side: Side = "document" if prompt_type == "document" else "query"
         model = self._model
         parts = [model.encode(rows, side, batch_size=batch_size) for rows in _slices(batches, model)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import vembed
+from vembed.training.saving import RunCheckpoints, RunState
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,6 +89,27 @@ def test_a_decision_holds_after_a_failure_and_the_resume_repeats_the_run_that_ha
     assert weights[0] == weights[1]
     vembed.train(**again)
     assert len(rates(tmp_path / "again")) == 5, "a run that a callback ended stays ended"
+
+
+@pytest.mark.parametrize(("stops_at", "told"), [(2, True), (6, False)])
+def test_the_checkpoint_of_the_step_that_ends_a_run_leaves_room_for_the_model(
+    keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stops_at: int, told: bool
+) -> None:
+    caplog.set_level("INFO", "vembed")
+    saved: list[tuple[int, bool]] = []
+    save = RunCheckpoints.save
+
+    def recorded(self: RunCheckpoints, state: RunState, *, best: bool, is_last: bool = False) -> Path | None:
+        saved.append((state.step, is_last))
+        return save(self, state, best=best, is_last=is_last)
+
+    def stop(event: object) -> object:
+        return vembed.Stop("enough") if isinstance(event, vembed.StepEvent) and event.step == stops_at else None
+
+    monkeypatch.setattr(RunCheckpoints, "save", recorded)
+    vembed.train(**keys | {"save_steps": 2}, callbacks=[stop])
+    assert saved == [(step, step == stops_at) for step in range(2, stops_at + 1, 2)]
+    assert ("stopped at step" in caplog.text) is told, "at the last step nothing was left out"
 
 
 def test_the_early_stopping_of_the_documentation(keys: dict[str, Any], tmp_path: Path) -> None:

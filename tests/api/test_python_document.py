@@ -1,4 +1,4 @@
-"""docs/python.md: every example runs, in order, as it stands."""
+"""docs/python.md: every example runs, in order, as it stands; so do the searches of docs/export.md."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from vembed.entrypoints import encode, search
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "python.md"
+EXPORT = ROOT / "docs" / "export.md"
 COLOURS = ("red", "blue", "green", "white", "black", "brown", "grey", "pink")
-EXTRA_OF = {"runs/lance": "lancedb", "--ray": "ray"}
+EXTRA_OF = {"runs/lance": "lancedb"}
 """What a command says -> the optional package that it needs."""
 
 THINGS = ("fox", "tree", "car", "lamp", "river", "stone", "bird", "house")
@@ -37,7 +38,7 @@ def test_every_example_runs(
     write_balls(tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), flags=re.DOTALL)
-    assert len(examples) == 10
+    assert len(examples) == 11
     names: dict[str, object] = {}
     for number, example in enumerate(examples):
         exec(compile(example, f"{DOCUMENT.name}, example {number + 1}", "exec"), names)
@@ -49,7 +50,10 @@ def test_every_example_runs(
         )
     promised = re.findall(r"print\(error\)  # (.*)", DOCUMENT.read_text("utf-8"))
     assert promised == [out.splitlines()[-1]]
-    for words in re.findall(r"^vembed ((?:encode|search) .*)", DOCUMENT.read_text("utf-8"), flags=re.MULTILINE):
+    text = EXPORT.read_text("utf-8") + DOCUMENT.read_text("utf-8")
+    commands = re.findall(r"^vembed ((?:encode|search) .*)", text, flags=re.MULTILINE)
+    assert len(commands) == 11
+    for words in commands:
         extras = [package for sign, package in EXTRA_OF.items() if sign in words]
         if "--serve" not in words and all(map(importlib.util.find_spec, extras)):
             run_again(shlex.split(words, comments=True))

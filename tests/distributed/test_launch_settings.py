@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,12 +12,15 @@ import yaml
 from vembed.config.schema import Config
 from vembed.distributed import accelerate as module
 from vembed.distributed import runtime
-from vembed.distributed.accelerate import AccelerateSettings, accelerate_settings, deepspeed_refusal, is_deepspeed
+from vembed.distributed.accelerate import Setting, accelerate_settings, deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.runtime import start_runtime
 from vembed.errors import ConfigError
 from vembed.training import launcher
-from vembed.training.launcher import Effective, under_launcher
+from vembed.training.launcher import under_launcher
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 PROCESS = ProcessEnv(1, 8, 1, 4, "accelerate launch")
 FSDP = {
@@ -27,14 +30,14 @@ FSDP = {
 CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
 
 
-def asked(**changes: str) -> AccelerateSettings:
+def asked(**changes: str) -> tuple[str, Sequence[Setting]]:
     found = accelerate_settings(PROCESS, FSDP | changes)
     assert found is not None
     return found
 
 
 def keys(**changes: str) -> dict[str, Any]:
-    return {key: value for setting in asked(**changes).settings for key, value in setting.keys.items()}
+    return {key: value for setting in asked(**changes)[1] for key, value in setting.keys.items()}
 
 
 def test_without_accelerate_nobody_asks_for_anything() -> None:
@@ -65,9 +68,9 @@ def test_each_setting_becomes_a_key(changes: dict[str, str], expected: dict[str,
 
 
 def test_settings_of_fsdp_1_are_said_to_be_carried_out_with_fsdp_2() -> None:
-    remarks = [setting.remark for setting in asked().settings]
+    remarks = [setting.remark for setting in asked()[1]]
     assert any("FSDP 2" in remark for remark in remarks)
-    assert not any("FSDP 2" in setting.remark for setting in asked(FSDP_VERSION="2").settings)
+    assert not any("FSDP 2" in setting.remark for setting in asked(FSDP_VERSION="2")[1])
 
 
 def test_no_mixed_precision_counts_only_where_somebody_said_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -79,7 +82,7 @@ def test_no_mixed_precision_counts_only_where_somebody_said_it(monkeypatch: pyte
         command = ["python", "accelerate", "launch", "--config_file", str(path), "train.py"]
         monkeypatch.setattr(module, "_parent_command", lambda words=command: words)
         assert keys(**plain) == expected
-        assert asked(**plain).origin == f"accelerate launch with {path}"
+        assert asked(**plain)[0] == f"accelerate launch with {path}"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_no_mixed_precision_counts_only_where_somebody_said_it(monkeypatch: pyte
 def test_what_this_program_has_not_is_refused_with_what_it_has(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         asked(**changes)
-    assert asked().settings
+    assert asked()[1]
 
 
 DEEPSPEED: dict[str, Any] = {
@@ -142,7 +145,9 @@ def module_lines() -> list[str]:
     return [line.partition("  (")[0] for line in lines if not line.startswith("without")]
 
 
-def effective(monkeypatch: pytest.MonkeyPatch, config: Config, environ: dict[str, str]) -> Effective:
+def effective(
+    monkeypatch: pytest.MonkeyPatch, config: Config, environ: dict[str, str]
+) -> tuple[Config, str, tuple[str, ...]]:
     monkeypatch.setattr(launcher, "accelerate_settings", lambda place: accelerate_settings(PROCESS, environ))
     return under_launcher(config, {"bf16": "a.yaml:3", "use_fsdp": "override"})
 

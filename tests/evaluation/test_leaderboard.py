@@ -135,7 +135,7 @@ def test_the_best_may_differ_from_set_to_set() -> None:
     ]
     found = build_board(entries, METRIC)
     assert [found.cells_of(task)[0][0].system for task in ("one", "two")] == ["a", "b"]
-    assert "every other system is significantly behind" in headline(found)
+    assert "every other system is significantly below" in headline(found)
     alone = build_board(entries[:2], METRIC)
     assert "nothing to compare it with" in headline(alone)
     assert alone.rows[0].cells[0].p_value is None

@@ -175,7 +175,7 @@ def test_a_section_is_one_function_and_one_line(tmp_path: Path, monkeypatch: pyt
     assert by_plugin.index("lengths") == by_plugin.index("data") + 1
     monkeypatch.setattr("vembed.evaluation.report.SECTIONS", Registry("report section", {}))
     source = inspect.getsource(run_report)
-    neighbour = "        changes_section(report, gains),\n"
+    neighbour = "        changes_section(report, numbers.gains),\n"
     assert source.count(neighbour) == 1
     copied = types.ModuleType("copied_run_report")
     monkeypatch.setitem(sys.modules, copied.__name__, copied)  # its dataclasses look their module up

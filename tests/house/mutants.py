@@ -199,8 +199,8 @@ MUTANTS = (
     Mutant(
         "text: padding is attended to",
         "models/text.py",
-        "        mask_RT = real_RT.long() if takes_mask else None\n",
-        "        mask_RT = torch.ones_like(ids_RT) if takes_mask else None\n",
+        "        attention_mask_RT = real_RT.long() if takes_mask else None\n",
+        "        attention_mask_RT = torch.ones_like(ids_RT) if takes_mask else None\n",
         "text and bert",
     ),
     Mutant(

@@ -168,7 +168,7 @@ def test_a_fast_tokenizer_that_used_its_threads_here_tokenizes_in_a_worker(tmp_p
 def test_batches_come_in_order_or_not_at_all(rows: Path) -> None:
     with loader_of(source_of(rows), 1) as loader:
         loader.batch(2)
-        with pytest.raises(ValueError, match="step 5 is asked for, and step 3 comes next"):
+        with pytest.raises(ValueError, match="batch 5 is asked for, and batch 3 comes next"):
             loader.batch(5)
         loader.batch(3)
 

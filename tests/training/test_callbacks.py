@@ -36,8 +36,8 @@ def test_methods_hear_their_events_and_functions_hear_all() -> None:
     heard: list[object] = []
     callbacks = Callbacks([Patient(), heard.append])
     second = EvaluationEvent(2, {}, True, ((1, {}), (2, {})))
-    assert callbacks.ask(STEP, Ranks()) == Decision()
-    assert callbacks.ask(second, Ranks()) == Decision(stop="enough")
+    assert callbacks.notify(STEP, Ranks()) == Decision()
+    assert callbacks.notify(second, Ranks()) == Decision(stop="enough")
     assert heard == [STEP, second]
     assert callbacks.names == "Patient, append"
     assert not Callbacks([Patient()]).hear(StepEvent), "no collective for what nobody hears"
@@ -45,8 +45,8 @@ def test_methods_hear_their_events_and_functions_hear_all() -> None:
 
 def test_the_later_decision_counts() -> None:
     callbacks = Callbacks([lambda _: LearningRate(1.0), lambda _: LearningRate(0.5), lambda _: Stop("now")])
-    assert callbacks.ask(STEP, Ranks()) == Decision("now", 0.5)
-    narrow = Callbacks([lambda _: LearningRate(np.float32(0.5))]).ask(STEP, Ranks())  # type: ignore[arg-type]
+    assert callbacks.notify(STEP, Ranks()) == Decision("now", 0.5)
+    narrow = Callbacks([lambda _: LearningRate(np.float32(0.5))]).notify(STEP, Ranks())  # type: ignore[arg-type]
     assert type(narrow.learning_rate) is float, "checkpoints hold it as JSON"
 
 
@@ -62,7 +62,7 @@ def test_the_later_decision_counts() -> None:
 )
 def test_what_a_callback_may_not_say_is_its_failure(answer: Any, event: Any, words: str) -> None:
     callbacks = Callbacks([lambda _: answer])
-    assert callbacks.ask(event, Ranks()).failed is not None
+    assert callbacks.notify(event, Ranks()).failed is not None
     with pytest.raises((TypeError, ValueError), match=words):
         raise callbacks.failure or AssertionError
 
@@ -74,9 +74,9 @@ def test_a_callback_that_fails_is_the_last_that_is_asked() -> None:
         raise ZeroDivisionError("mine")
 
     callbacks = Callbacks([broken, heard.append])
-    assert callbacks.ask(STEP, Ranks()).failed == "the callback broken failed in on_step"
+    assert callbacks.notify(STEP, Ranks()).failed == "the callback broken failed in on_step"
     assert isinstance(callbacks.failure, ZeroDivisionError)
-    callbacks.ask(STEP, Ranks())
+    callbacks.notify(STEP, Ranks())
     assert not heard
 
 
@@ -94,9 +94,9 @@ def _ask_on_a_rank(rank: int) -> tuple[Decision, int, str, str]:
         return LearningRate(event.learning_rate / 2)
 
     ranks = Ranks.of_this_process()
-    decision = Callbacks([halve]).ask(STEP, ranks)
+    decision = Callbacks([halve]).notify(STEP, ranks)
     failing = Callbacks([lambda event: 1 / 0])
-    failed = failing.ask(STEP, ranks).failed or ""
+    failed = failing.notify(STEP, ranks).failed or ""
     return decision, len(calls), failed, type(failing.failure).__name__
 
 

@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.errors import NonFiniteError
-from vembed.training.guard import NonFiniteGuard, StepFacts
+from vembed.training.guard import NonFiniteGuard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 
-def facts(
+def accepts(
+    guard: NonFiniteGuard,
     step: int = 7,
     *,
     loss: float = 0.5,
     grad_norm: float = 1.0,
     module_norms: Callable[[], dict[str, float]] = lambda: {"encoder.layer.0": 1.0, "head": float("nan")},
-) -> StepFacts:
-    return StepFacts(
-        step=step, loss=loss, grad_norm=grad_norm, record_ids=(3, 1, 2), temperature=0.05, module_norms=module_norms
+) -> bool:
+    return guard.accepts(
+        step, loss=loss, grad_norm=grad_norm, record_ids=(3, 1, 2), temperature=0.05, module_norms=module_norms
     )
 
 
@@ -36,7 +37,7 @@ def test_a_finite_step_is_accepted_without_computing_norms_or_writing(tmp_path: 
         raise AssertionError("costly, and not needed")
 
     guard = NonFiniteGuard("stop", limit=0, folder=tmp_path / "run")
-    assert guard.accepts(facts(loss=1e30, grad_norm=0.0, module_norms=never))
+    assert accepts(guard, loss=1e30, grad_norm=0.0, module_norms=never)
     assert not (tmp_path / "run").exists()
 
 
@@ -46,7 +47,7 @@ def test_stop_raises_and_leaves_a_report_that_any_json_reader_reads(
 ) -> None:
     guard = NonFiniteGuard("stop", limit=10, folder=tmp_path / "run")
     with pytest.raises(NonFiniteError) as caught:
-        guard.accepts(facts(loss=loss, grad_norm=grad_norm))
+        accepts(guard, loss=loss, grad_norm=grad_norm)
     message = str(caught.value)
     path = tmp_path / "run" / "nonfinite-step-7.json"
     assert caught.value.exit_code == 4
@@ -72,22 +73,22 @@ def test_skip_refuses_up_to_the_limit_in_the_whole_run_and_then_stops(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     guard = NonFiniteGuard("skip", limit=2, folder=tmp_path)
-    assert not guard.accepts(facts(1, loss=math.nan))
-    assert guard.accepts(facts(2))
-    assert not guard.accepts(facts(3, grad_norm=math.inf))
-    assert guard.accepts(facts(4))
+    assert not accepts(guard, 1, loss=math.nan)
+    assert accepts(guard, 2)
+    assert not accepts(guard, 3, grad_norm=math.inf)
+    assert accepts(guard, 4)
     assert guard.skipped == 2
     assert "step skipped (2 of at most 2)" in caplog.text
     with pytest.raises(NonFiniteError, match="2 steps were skipped before, all that max_skipped_steps allows"):
-        guard.accepts(facts(5, loss=math.nan))
+        accepts(guard, 5, loss=math.nan)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"nonfinite-step-{step}.json" for step in (1, 3, 5)]
 
 
 def test_the_skipped_count_goes_on_after_a_resume(tmp_path: Path) -> None:
     guard = NonFiniteGuard("skip", limit=2, folder=tmp_path, skipped=1)
-    assert not guard.accepts(facts(1, loss=math.nan))
+    assert not accepts(guard, 1, loss=math.nan)
     with pytest.raises(NonFiniteError):
-        guard.accepts(facts(2, loss=math.nan))
+        accepts(guard, 2, loss=math.nan)
 
 
 def test_all_ranks_refuse_a_step_that_is_not_finite_on_one(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_all_ranks_refuse_a_step_that_is_not_finite_on_one(tmp_path: Path) -> No
 
     guard = NonFiniteGuard("stop", limit=0, folder=tmp_path, agree=other_rank_has_nan)
     with pytest.raises(NonFiniteError, match="another process"):
-        guard.accepts(facts(module_norms=lambda: {"head": 1.0}))
+        accepts(guard, module_norms=lambda: {"head": 1.0})
     assert asked == [True]
 
 
@@ -108,5 +109,5 @@ def test_a_report_that_can_not_be_written_does_not_hide_the_numbers_error(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(NonFiniteError, match="the loss is nan"):
-        NonFiniteGuard("stop", limit=0, folder=tmp_path / "file").accepts(facts(loss=math.nan))
+        accepts(NonFiniteGuard("stop", limit=0, folder=tmp_path / "file"), loss=math.nan)
     assert "can't be written" in caplog.text

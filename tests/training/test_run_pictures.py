@@ -120,9 +120,9 @@ def test_the_same_picture_in_two_files_counts_once(tmp_path: Path) -> None:
     survey.add(
         [Image(str(tmp_path / "a.png")), Image(str(tmp_path / "b.png")), "text", Image("memory", drawn(1, (5, 4)))]
     )
-    assert survey.result().text == "1, all 5 x 4 pixels"
+    assert survey.text == "1, all 5 x 4 pixels"
     survey.add([Image("memory", drawn(2, (5, 4)))])
-    assert survey.result().text == "2, all 5 x 4 pixels"
+    assert survey.text == "2, all 5 x 4 pixels"
 
 
 def test_the_fingerprint_is_of_what_pictures_show_and_not_of_where_they_lie(tmp_path: Path) -> None:

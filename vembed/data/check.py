@@ -101,7 +101,7 @@ MOST_SHOWN = 2_000
 """Characters of what is listed of one row."""
 
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d[\d,.]*")
-"""What differs from row to row in a reason: quoted values and numbers."""
+"""Parts of a reason that differ from row to row: quoted values and numbers."""
 
 _NOT_UTF8 = {
     ".csv": "not valid UTF-8",
@@ -112,7 +112,7 @@ _NOT_UTF8 = {
 """End of the name of a file that iconv can read -> what the reason of a row that isn't UTF-8 begins with."""
 
 _MISSING = "missing"
-"""What the reason of a missing column begins with; what else it says differs from row to row."""
+"""Beginning of the reason of a missing column; the rest of it differs from row to row."""
 
 
 class Kind(NamedTuple):
@@ -324,7 +324,9 @@ class RowChecker:
         query = self._query(row, shape, where)
         positives = self._positives(row, shape, where)
         negatives = self._negatives(row, shape, where, positives)
-        columns = {} if self._loss is None else {each.name: self._number(row, each, at) for each, at in shape.extra}
+        columns = (
+            {} if self._loss is None else {column.name: self._number(row, column, at) for column, at in shape.extra}
+        )
         cell = None if shape.label is None else row[shape.label]
         if self._cells_are_text and isinstance(cell, str):
             cell = cell.strip() or None
@@ -379,7 +381,7 @@ class RowChecker:
                     f"picture is both in one; drop the text with column_mapping: {{{first}: null}}",
                 )
         column = (first, *rest)[-1]
-        pictures = [image for each in self._pictures(row[column], column, where) for image in pictures_in([each])]
+        pictures = [image for item in self._pictures(row[column], column, where) for image in pictures_in([item])]
         if not pictures:
             raise Fault(column, "expected a picture, or a list of them, got none")
         return joined_pictures(pictures, text)

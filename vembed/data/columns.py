@@ -209,7 +209,7 @@ class ColumnResolver:
 
     def __init__(self, column_mapping: Mapping[str, str | None], extra: Sequence[ExtraColumn] = ()) -> None:
         self._extra = {column.name: column for column in extra}
-        names = COLUMNS | {each.name: each.aliases for each in extra}
+        names = COLUMNS | {column.name: column.aliases for column in extra}
         self._canonical = {alias: name for name, aliases in names.items() for alias in (name, *aliases)}
         self._mapping = dict(column_mapping)
         taken: dict[str, str] = {}
@@ -304,11 +304,11 @@ class ColumnResolver:
             # Of query and positive, which every row needs, the other may be missing as well: one mapping cures both.
             unseen = (other for other, picture in _PICTURE_OF.items() if not {other, picture} & self._used.keys())
             lacking += [other for other in unseen if other != column]
-        aliases = {each: self._extra[each].aliases if each in self._extra else COLUMNS[each] for each in lacking}
+        aliases = {ours: self._extra[ours].aliases if ours in self._extra else COLUMNS[ours] for ours in lacking}
         near: dict[str, str] = {}  # name of the row -> the column that it is a misspelling of
-        for each in lacking:
-            matches = (get_close_matches(name, unnamed, n=1, cutoff=NEAR) for name in (each, *aliases[each]))
-            near |= {match[0]: each for match in islice(filter(None, matches), 1)}
+        for ours in lacking:
+            matches = (get_close_matches(name, unnamed, n=1, cutoff=NEAR) for name in (ours, *aliases[ours]))
+            near |= {match[0]: ours for match in islice(filter(None, matches), 1)}
         mapping = near
         if len(near) < len(lacking) and len(unnamed) <= MOST_BLANKS:
             mapping = {name: near.get(name, "____") for name in unnamed}
@@ -320,7 +320,7 @@ class ColumnResolver:
             fix = ""
         elif "____" in mapping.values():
             fix = (
-                f"; say which is {' and which '.join(each for each in lacking if each not in near.values())}: {entries}"
+                f"; say which is {' and which '.join(ours for ours in lacking if ours not in near.values())}: {entries}"
             )
         else:
             fix = f"; if {' and '.join(map(repr, near))} {'is' if len(near) == 1 else 'are'} meant: {entries}"

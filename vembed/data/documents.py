@@ -21,7 +21,7 @@ from vembed.data.check import Fault, ProblemLog, checked_id, document_item, docu
 from vembed.data.columns import closest, listing
 from vembed.data.formats import SHARD_SUFFIX, iter_rows, row_suffixes
 from vembed.data.images import PictureFault, content_name
-from vembed.data.lines import RawRow, nearest_entry, text_rows
+from vembed.data.lines import nearest_entry, text_rows
 from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder
 from vembed.text import cut, plural
@@ -184,13 +184,18 @@ class Corpus:
     def _of_rows(self, file: Path, known: set[str]) -> Iterator[Document]:
         """Yield the documents of the rows of a file: of each row one, or each picture of a row without an id."""
         images = self._source.images(file.parent)
-        # A .txt file is a table where rows are trained on, and one document a line here.
-        rows = self._lines(file) if file.name.lower().endswith(TEXT_FILES) else iter_rows(file, self._wanted(file.name))
-        for line, row in rows:
+        # A .txt file is a table where rows are trained on, and one document a line here; the line's number is its id.
+        is_text = file.name.lower().endswith(TEXT_FILES)
+        for line, row in text_rows(file) if is_text else iter_rows(file, self._wanted(file.name)):
             where = f"{file.name}:{line}"
             if isinstance(row, str):
                 self._log.add(where, row)
                 continue
+            if is_text and not row["text"]:
+                self._num_blank += 1
+                continue
+            if is_text:
+                row = {"id": line, **row}
             try:
                 if self._image is not None and self._image not in row:
                     raise Fault("", _no_column("image_column", (self._image,), row))
@@ -203,14 +208,6 @@ class Corpus:
                     yield Document(name, document_text(row, text_column, needed=True))
             except Fault as fault:
                 self._log.add(where, fault.reason, column=fault.column)
-
-    def _lines(self, file: Path) -> Iterator[RawRow]:
-        """Yield the lines of a text file as rows, with their numbers as ids."""
-        for line, row in text_rows(file):
-            if isinstance(row, dict) and not row["text"]:
-                self._num_blank += 1
-            else:
-                yield line, row if isinstance(row, str) else {"id": line, **row}
 
     def _wanted(self, where: str) -> Callable[[Sequence[str]], list[str]]:
         """Return what picks the columns to read of a columnar file."""
@@ -333,6 +330,6 @@ def _first_of(names: Iterable[str], asked: str | None, usual: tuple[str, ...]) -
 def _no_column(option: str, wanted: tuple[str, ...], names: Iterable[str]) -> str:
     near = closest(wanted[0], names) if len(wanted) == 1 else ""
     return (
-        f"no column {' or '.join(repr(each) for each in wanted)}{near}; the row has {listing(names)}. Name it with "
+        f"no column {' or '.join(repr(column) for column in wanted)}{near}; the row has {listing(names)}. Name it with "
         f"{option} (--{option.replace('_', '-')})"
     )

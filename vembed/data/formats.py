@@ -105,7 +105,7 @@ def row_suffixes() -> tuple[str, ...]:
 def suffix_of(path: Path) -> str | None:
     """Return the suffix that a file name ends with, of `row_suffixes` or of a text that may be a table; or None."""
     name = path.name.lower()
-    return max((f".{each}" for each in FORMATS.names() if name.endswith(f".{each}")), key=len, default=None)
+    return max((f".{suffix}" for suffix in FORMATS.names() if name.endswith(f".{suffix}")), key=len, default=None)
 
 
 def format_of(path: Path) -> RowFormat:
@@ -252,7 +252,7 @@ class _JsonText:
 # --- Tables of text
 
 DELIMITERS = {"\t": "tabs", ";": "semicolons", ",": "commas", "|": "pipes"}
-"""What cells may be told apart by, in words."""
+"""Characters that may stand between cells, and their names in messages."""
 
 OWN_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """Suffix -> the delimiter that it stands for; .txt stands for none."""
@@ -275,8 +275,8 @@ class TableForm(NamedTuple):
 
     def unusual(self, path: Path) -> str:
         """Return in words what the file's suffix doesn't say, or nothing."""
-        own = self.delimiter == _own_delimiter(path)
-        delimiter = "" if own else f"cells split at {DELIMITERS[self.delimiter]}"
+        is_expected = self.delimiter == _own_delimiter(path)
+        delimiter = "" if is_expected else f"cells split at {DELIMITERS[self.delimiter]}"
         return ", ".join(filter(None, (delimiter, "" if self.has_quotes else "quotes read as characters")))
 
 
@@ -295,25 +295,25 @@ def table_form(path: Path) -> TableForm:
             is_whole = False
             break
         sample.append(line.decode(errors="surrogateescape"))
-    own = _own_delimiter(path)
-    even = [each for each in DELIMITERS if _splits_evenly(sample, each, is_whole=is_whole)]
-    if own is not None and not even and any('"' in line for line in sample):
+    of_suffix = _own_delimiter(path)
+    even = [candidate for candidate in DELIMITERS if _splits_evenly(sample, candidate, is_whole=is_whole)]
+    if of_suffix is not None and not even and any('"' in line for line in sample):
         # One bad quote breaks the cells of all that follows. Then a delimiter counts that is as often in most lines as
         # in the header, whatever the quotes.
         filled = [line for line in sample if line.strip("\r\n")]
-        counts = {each: [line.count(each) for line in filled] for each in DELIMITERS}
-        even = [each for each, of in counts.items() if of[0] > 0 and of.count(of[0]) > len(of) / 2]
-    if own not in even and len(even) > 1:
-        names = " and ".join(DELIMITERS[each] for each in even)
+        counts = {candidate: [line.count(candidate) for line in filled] for candidate in DELIMITERS}
+        even = [candidate for candidate, of in counts.items() if of[0] > 0 and of.count(of[0]) > len(of) / 2]
+    if of_suffix not in even and len(even) > 1:
+        names = " and ".join(DELIMITERS[candidate] for candidate in even)
         raise DataError(
             f"{path.name}: {names} both split its lines evenly: save it as .csv with commas or .tsv with tabs"
         )
-    if own is None and not even:
+    if of_suffix is None and not even:
         raise DataError(
             f"{path}: unknown kind of file: a .txt file holds rows where tabs, semicolons, commas or pipes split every "
             "line into as many cells as the header; save other data as .jsonl, .csv or .parquet"
         )
-    delimiter = own if own in even or not even else even[0]
+    delimiter = of_suffix if of_suffix in even or not even else even[0]
     assert delimiter is not None
     return TableForm(delimiter, not (delimiter == "\t" and _quotes_are_characters(path)))
 
@@ -615,23 +615,21 @@ def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | str]:
     for column in batch.columns:
         try:
             columns.append(column.to_pylist())
-        except _NO_PYTHON_VALUE:  # cell by cell, so that one bad cell costs its row only
-            columns.append([_cell(value, column.type) for value in column])
+        except _NO_PYTHON_VALUE:
             may_fail = True
+            columns.append([])
+            for value in column:  # cell by cell, so that one bad cell costs its row only
+                try:
+                    columns[-1].append(value.as_py())
+                except _NO_PYTHON_VALUE as error:
+                    reason = "invalid UTF-8" if isinstance(error, UnicodeDecodeError) else f"can't be read: {error}"
+                    columns[-1].append(_Unreadable(f"a value of type {column.type} {reason}"))
     for cells in zip(*columns, strict=True) if columns else [()] * batch.num_rows:
         row = dict(zip(names, cells, strict=True))
         unreadable = (
             next((item for item in row.items() if isinstance(item[1], _Unreadable)), None) if may_fail else None
         )
         yield row if unreadable is None else f"{unreadable[0]}: {unreadable[1]}"
-
-
-def _cell(value: Any, kind: Any) -> Any:
-    try:
-        return value.as_py()
-    except _NO_PYTHON_VALUE as error:
-        reason = "invalid UTF-8" if isinstance(error, UnicodeDecodeError) else f"can't be read: {error}"
-        return _Unreadable(f"a value of type {kind} {reason}")
 
 
 # --- The formats of FORMATS

@@ -166,7 +166,7 @@ def _graded_task(table: RecordTable, name: str, kind: PairKind) -> RetrievalData
             document_id = digest(document)
             documents.setdefault(document_id, document)
             of_query.setdefault(document_id, []).append(grade)
-    grades = {query: {one: fmean(each) for one, each in of_query.items()} for query, of_query in listed.items()}
+    grades = {query: {one: fmean(values) for one, values in of_query.items()} for query, of_query in listed.items()}
     num_pairs = sum(map(len, grades.values()))
     measure = "Spearman's rank correlation of similarity and grade" if kind == "grade" else "average precision"
     pairs = plural(num_pairs, "graded pair" if kind == "grade" else "judged pair")
@@ -312,9 +312,9 @@ def read_beir(
     log = problems or ProblemLog()
     images = images or ImageRoot(folder, ImageLimits())
     # Judgements first: only judged queries must be usable, as published files have broken ones among the others.
-    qrels = _read_qrels(folder / "qrels" / f"{split}.tsv", log)
+    qrels, num_repeated, num_negative = _read_qrels(folder / "qrels" / f"{split}.tsv", log)
     asked = {name for column in extra for name in (column.name, *column.aliases)}
-    queries, query_lines, cells = _read_queries(query_file, set(qrels.grades), images, log, asked)
+    queries, query_lines, cells = _read_queries(query_file, set(qrels), images, log, asked)
 
     documents: dict[str, Item] = {}
     num_empty = 0
@@ -332,12 +332,12 @@ def read_beir(
         raise DataError(log.listing(str(folder)))
 
     # Judgements whose query or document doesn't exist are left out, and told.
-    lost_queries = [name for name in qrels.grades if name not in queries]
-    lost_documents = list(dict.fromkeys(name for per in qrels.grades.values() for name in per if name not in documents))
+    lost_queries = [name for name in qrels if name not in queries]
+    lost_documents = list(dict.fromkeys(name for per in qrels.values() for name in per if name not in documents))
     grades = {
-        query_id: {name: grade for name, grade in qrels.grades[query_id].items() if name in documents}
+        query_id: {name: grade for name, grade in qrels[query_id].items() if name in documents}
         for query_id in queries
-        if query_id in qrels.grades
+        if query_id in qrels
     }
     grades = {query_id: per for query_id, per in grades.items() if per}
     lost_notes = tuple(
@@ -355,8 +355,8 @@ def read_beir(
         )
     counts = [
         (num_empty, "document has neither a title nor a text", "documents have neither a title nor a text"),
-        (qrels.num_repeated, "judgement stands twice in the qrels", "judgements stand twice in the qrels"),
-        (qrels.num_negative, "negative grade counts as 0", "negative grades count as 0"),
+        (num_repeated, "judgement stands twice in the qrels", "judgements stand twice in the qrels"),
+        (num_negative, "negative grade counts as 0", "negative grades count as 0"),
     ]
     data = RetrievalData(
         name=f"{folder.resolve().name}/{split}",
@@ -436,42 +436,15 @@ def _identified(path: Path, log: ProblemLog, *, known: Mapping[str, Item]) -> It
             yield where, name, row
 
 
-@dataclass(slots=True)
-class _Qrels:
-    grades: dict[str, dict[str, int]] = field(default_factory=dict)
-    num_repeated: int = 0
-    num_negative: int = 0
+def _read_qrels(path: Path, log: ProblemLog) -> tuple[dict[str, dict[str, int]], int, int]:
+    """Read `query-id, corpus-id, score` with or without a header, or TREC's four columns.
 
-    def add(self, cells: Sequence[str]) -> str | None:
-        """Add one line's judgement; return why it can't be, or None."""
-        if len(cells) not in {3, 4}:
-            columns = "query-id, corpus-id, score (or TREC's query-id, 0, corpus-id, score)"
-            return f"{len(cells)} columns; expected {columns}"
-        query_id, document_id, score = cells[0], cells[-2], cells[-1]
-        if not query_id or not document_id:
-            return "an empty id"
-        if fault := encoding_fault(query_id + document_id):
-            return fault
-        if not _GRADE.fullmatch(score):
-            return f"score {quoted(score)} is not a whole number"
-        grade = int(score)
-        if grade > MOST_GRADE:
-            return f"score {quoted(score)} is over {MOST_GRADE:,}"
-        self.num_negative += grade < 0
-        grade = max(grade, 0)
-        grades = self.grades.setdefault(query_id, {})
-        before = grades.get(document_id)
-        if before not in {None, grade}:
-            pair = f"query {quoted(query_id)} judges document {quoted(document_id)}"
-            return f"{pair} twice, with grades {before} and {grade}"
-        self.num_repeated += before is not None
-        grades[document_id] = grade
-        return None
-
-
-def _read_qrels(path: Path, log: ProblemLog) -> _Qrels:
-    """Read `query-id, corpus-id, score` with or without a header, or TREC's four columns."""
-    qrels = _Qrels()
+    Returns:
+        Query id -> document id -> grade, at least 0; the number of judgements that repeat another, and of those with a
+        negative grade, which count as 0.
+    """
+    qrels: dict[str, dict[str, int]] = {}
+    num_repeated = num_negative = 0
     may_be_header = True
     for number, data in numbered_lines(path):
         for line in data.decode(errors="surrogateescape").split("\r"):  # some files have no other line ends
@@ -479,11 +452,43 @@ def _read_qrels(path: Path, log: ProblemLog) -> _Qrels:
                 continue
             cells = [cell.strip() for cell in (line.split("\t") if "\t" in line else line.split())]
             is_header, may_be_header = may_be_header and cells[0].lower() in HEADER_CELLS, False
-            if not is_header and (reason := qrels.add(cells)):
-                log.add(f"{path.name}:{number}", reason)
-    if not qrels.grades and not log.count:
+            if is_header:
+                continue
+            judgement = _judgement(cells)
+            if isinstance(judgement, str):
+                log.add(f"{path.name}:{number}", judgement)
+                continue
+            query_id, document_id, grade = judgement
+            num_negative += grade < 0
+            grade = max(grade, 0)
+            grades = qrels.setdefault(query_id, {})
+            before = grades.get(document_id)
+            if before not in {None, grade}:
+                pair = f"query {quoted(query_id)} judges document {quoted(document_id)}"
+                log.add(f"{path.name}:{number}", f"{pair} twice, with grades {before} and {grade}")
+                continue
+            num_repeated += before is not None
+            grades[document_id] = grade
+    if not qrels and not log.count:
         raise DataError(f"{path} holds no judgements")
-    return qrels
+    return qrels, num_repeated, num_negative
+
+
+def _judgement(cells: Sequence[str]) -> tuple[str, str, int] | str:
+    """Return the query, the document and the grade of a line, or the reason why it is no judgement."""
+    if len(cells) not in {3, 4}:
+        columns = "query-id, corpus-id, score (or TREC's query-id, 0, corpus-id, score)"
+        return f"{len(cells)} columns; expected {columns}"
+    query_id, document_id, score = cells[0], cells[-2], cells[-1]
+    if not query_id or not document_id:
+        return "an empty id"
+    if fault := encoding_fault(query_id + document_id):
+        return fault
+    if not _GRADE.fullmatch(score):
+        return f"score {quoted(score)} is not a whole number"
+    if int(score) > MOST_GRADE:
+        return f"score {quoted(score)} is over {MOST_GRADE:,}"
+    return query_id, document_id, int(score)
 
 
 def _part(folder: Path, part: str) -> Path | None:

@@ -3,6 +3,7 @@
 Also the split that a role reads of a set which has several.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -26,10 +27,10 @@ LabelKind = Literal["auto", "class", "pair", "grade"]
 """Meaning of a label: the row's class, whether the pair belongs together (1 or 0), or how close it is."""
 
 Role: TypeAlias = Literal["train", "validation", "test", "guard"]
-"""What a set is for."""
+"""Purpose of a set in a run."""
 
 BUILTIN_PREFIX = "builtin:"
-"""How a path begins that names a set which code makes."""
+"""Beginning of a path that names a set which code makes."""
 
 SPLIT_NAMES: dict[Role, tuple[str, ...]] = {
     "train": ("train",),
@@ -108,8 +109,11 @@ class Source(Section):
     @property
     def prompts(self) -> dict[Literal["query", "document"], str]:
         """Prompt of each side that has one of its own."""
-        given: dict[Literal["query", "document"], Any] = {"query": self.query_prompt, "document": self.document_prompt}
-        return {side: prompt for side, prompt in given.items() if prompt is not None}
+        prompts: dict[Literal["query", "document"], Any] = {
+            "query": self.query_prompt,
+            "document": self.document_prompt,
+        }
+        return {side: prompt for side, prompt in prompts.items() if prompt is not None}
 
 
 class SourceKeys(Section):
@@ -155,7 +159,7 @@ class SourceKeys(Section):
 
 
 class DataKeys(SourceKeys):
-    """Where the rows come from and what happens to broken ones."""
+    """Sources of the rows, and the treatment of broken ones."""
 
     data_path: Annotated[Name | None, BeforeValidator(_one_path)] = key(
         None,
@@ -265,12 +269,26 @@ class DataKeys(SourceKeys):
         Rule(
             "`test_data_path` and `guard_data` must not name a set twice.",
             ("test_data_path", "guard_data"),
-            lambda config: _set_named_twice(config),
+            lambda config: next(
+                (
+                    f"{name} lists {path} twice; name it once"
+                    for name in ("test_data_path", "guard_data")
+                    for path, count in Counter(listed(getattr(config, name))).items()
+                    if count > 1
+                ),
+                "",
+            ),
         ),
         Rule(
             "`label_kind: pair` and `grade` need a loss that takes listed pairs.",
             ("label_kind", "loss_type", "added_losses", "data"),
-            lambda config: _scores_without_a_loss(config),
+            lambda config: (
+                config.label_kind in {"pair", "grade"}
+                and not takes_pairs(*loss_names(config))
+                and f"label_kind {config.label_kind} gives pairs a score, and loss_type {config.loss_type} doesn't "
+                f"take listed pairs; set loss_type to {' or '.join(filter(takes_pairs, LOSSES.names()))}, or leave the "
+                "column out with label_kind: auto and column_mapping: {label: null}"
+            ),
         ),
     )
 
@@ -379,25 +397,6 @@ def _wrong_loss_of_source(config: "Config") -> str:
                 "single, or leave the loss out"
             )
     return ""
-
-
-def _set_named_twice(config: "Config") -> str:
-    for name, paths in (("test_data_path", listed(config.test_data_path)), ("guard_data", listed(config.guard_data))):
-        for path in paths:
-            if paths.count(path) > 1:
-                return f"{name} lists {path} twice; name it once"
-    return ""
-
-
-def _scores_without_a_loss(config: "Config") -> str:
-    if config.label_kind not in {"pair", "grade"} or takes_pairs(*loss_names(config)):
-        return ""
-    taking = [name for name in LOSSES.names() if takes_pairs(name)]
-    return (
-        f"label_kind {config.label_kind} gives pairs a score, and loss_type {config.loss_type} doesn't take listed "
-        f"pairs; set loss_type to {' or '.join(taking)}, or leave the column out with label_kind: auto and "
-        "column_mapping: {label: null}"
-    )
 
 
 def _uneven_classes(config: "Config") -> str:

@@ -105,28 +105,8 @@ class ItemCounts:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PictureSizes:
-    """Number and sizes of the distinct pictures of a set."""
-
-    count: int
-    sizes: tuple[tuple[int, int], ...]  # (width, height) of every picture as stored, smallest area first
-
-    @property
-    def text(self) -> str:
-        """The number of pictures, the smallest, the median and the largest, in words."""
-        if not self.count:
-            return "0"
-        named = (("smallest", 0), ("median", (self.count - 1) // 2), ("largest", self.count - 1))
-        width, height = self.sizes[0]
-        if self.sizes[0] == self.sizes[-1]:
-            return f"{self.count:,}, all {width} x {height} pixels"
-        words = ", ".join(f"{word} {self.sizes[at][0]} x {self.sizes[at][1]}" for word, at in named)
-        return f"{self.count:,}; {words} pixels"
-
-
 class PictureSurvey:
-    """Collect the sizes of pictures from their headers, each content once."""
+    """Sizes of the distinct pictures of a set, (width, height) as stored, from their headers."""
 
     def __init__(self, limits: ImageLimits) -> None:
         self._limits = limits
@@ -140,10 +120,17 @@ class PictureSurvey:
                 header = check_image(image, self._limits)
                 self._sizes[identity] = header.width, header.height
 
-    def result(self) -> PictureSizes:
-        """Return the number and sizes of the pictures so far."""
+    @property
+    def text(self) -> str:
+        """The number of pictures, the smallest, the median and the largest by area, in words."""
         sizes = sorted(self._sizes.values(), key=lambda size: (size[0] * size[1], size))
-        return PictureSizes(len(sizes), tuple(sizes))
+        if not sizes:
+            return "0"
+        if sizes[0] == sizes[-1]:
+            return f"{len(sizes):,}, all {sizes[0][0]} x {sizes[0][1]} pixels"
+        named = {"smallest": sizes[0], "median": sizes[(len(sizes) - 1) // 2], "largest": sizes[-1]}
+        words = ", ".join(f"{word} {width} x {height}" for word, (width, height) in named.items())
+        return f"{len(sizes):,}; {words} pixels"
 
 
 def what_is_read(modalities: Collection[Modality]) -> str:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from vembed import collector_paused
 from vembed.batch import Composed, Image, ImageLimits, modality_of, pictures_in
@@ -82,13 +82,6 @@ def read(
         named: What the user calls path and split, where those aren't the keys of the role.
     """
     return DataSource(path, role, keys or DataKeys(), split=split, loss=loss, named=named)
-
-
-class Peek(NamedTuple):
-    """The first rows of a source, as far as they can be read at once."""
-
-    columns: ColumnsRead  # how local files of rows are read; empty for a source of another kind
-    modalities: frozenset[Modality]  # of their items
 
 
 class DataSource:
@@ -175,8 +168,11 @@ class DataSource:
             with reading(file):
                 file.open("rb").close()
 
-    def peek(self) -> Peek:
+    def peek(self) -> tuple[ColumnsRead, frozenset[Modality]]:
         """Refuse local files of rows where the columns of the first rows show that `records` would.
+
+        Returns:
+            How local files of rows are read, empty for a source of another kind; and the modalities of the first items.
 
         Raises:
             VembedError: As `records`.
@@ -187,11 +183,11 @@ class DataSource:
             loader.read_file(self.files[0], most=FIRST_ROWS)
             is_alone = len(self.files) == 1
             loader.check_first(self.path if is_alone else str(self.files[0]), is_alone=is_alone)
-            return Peek(loader.columns.read(), frozenset(loader.modalities))
+            return loader.columns.read(), frozenset(loader.modalities)
         # Drawing the rows of a built-in set takes seconds: it states whether they have pictures.
         builtin = self.path.removeprefix(BUILTIN_PREFIX) if self.kind == "builtin" else ""
         has_pictures = self.kind == "published" or (builtin in DATASETS and DATASETS.load(builtin).holds_pictures)
-        return Peek(columns.read(), frozenset({"image"} if has_pictures else ()))
+        return columns.read(), frozenset({"image"} if has_pictures else ())
 
     def raw_rows(self, count: int) -> list[dict[str, object]]:
         """Return the first rows of local files as they are written, without those that can't be read.
@@ -359,7 +355,7 @@ class _Loader:
     def _read_blocks(self, file: Path, images: ImageRoot) -> None:
         """Check the rows of a file of JSONL: a block of them at once where all are texts and right."""
         self._has_header = False
-        defaults = {each.name: each.typed(each.default) for each in self.extra}
+        defaults = {column.name: column.typed(column.default) for column in self.extra}
         for block in line_blocks(file):
             # Three paths, each slower and more careful than the one before: a block of texts at once (no Python per
             # row), a block of rows that are alike (parsed at once, checked one by one), and line by line.
@@ -473,7 +469,7 @@ class _Loader:
             negatives=record.negatives,
             label=record.label,
             scores=record.scores,
-            columns={each.name: each.typed(record.columns.get(each.name, each.default)) for each in self.extra},
+            columns={extra.name: extra.typed(record.columns.get(extra.name, extra.default)) for extra in self.extra},
             file=file,
             line=int(line),
         )
@@ -554,11 +550,11 @@ class _Loader:
             "pairs": "label_kind: pair or grade, and a label or score",
             "lists": "label_kind: grade, and as label or score a list of numbers, one for each of its documents",
         }
-        wanted = " or ".join(needs[each] for each in sorted(loss.takes) if each in needs)
+        wanted = " or ".join(needs[kind] for kind in sorted(loss.takes) if kind in needs)
         # One walk over all records, for losses of pairs and classes only.
         for record in table:
             has = {"classes": record.label is not None, "pairs": bool(record.scores), "lists": len(record.scores) > 1}
-            if not any(has.get(each) for each in loss.takes):
+            if not any(has.get(kind) for kind in loss.takes):
                 raise DataError(
                     f"{record.location}: loss_type {loss.name} learns nothing from this row: it needs {wanted}"
                 )

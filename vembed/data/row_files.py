@@ -108,7 +108,7 @@ def _saved_files(folder: Path, source: DataSource) -> tuple[list[Path], tuple[st
         raise DataError(f"{folder} has no splits: remove {source.split_key}: {source.split}")
     listed = json_object(folder / "state.json").get("_data_files")
     files = listed if isinstance(listed, list) else []
-    stored = [each.get("filename") if isinstance(each, dict) else None for each in files]
+    stored = [file.get("filename") if isinstance(file, dict) else None for file in files]
     if not stored or not all(map(is_plain, stored)):
         raise DataError(f"{folder / 'state.json'}: expected the names of files of Arrow under '_data_files'")
     return _of_one_kind([folder / str(name) for name in stored], str(folder)), note

@@ -24,7 +24,7 @@ from vembed.batch import MODALITY_WORDS, Composed, Image, content_id
 from vembed.data.hold_out import ENOUGH_QUERIES, divide, held_out_task, hold_out, resolution_notes
 from vembed.data.keys import listed
 from vembed.data.overlap import JudgedSets
-from vembed.data.picture_survey import ItemCounts, PictureSizes, PictureSurvey
+from vembed.data.picture_survey import ItemCounts, PictureSurvey
 from vembed.data.read import DataSource, describe, example, read
 from vembed.data.table import TEXT, LoadedRecords, RecordTable
 from vembed.errors import DataError
@@ -168,7 +168,7 @@ class RecordCounts:
     repeated_queries: int  # records whose query another record before had
     repeated_positives: int
     items: ItemCounts  # texts and pictures by side
-    pictures: PictureSizes  # each content once
+    pictures: PictureSurvey  # each content once
 
     @classmethod
     def of(cls, records: RecordTable, image_limits: ImageLimits) -> RecordCounts:
@@ -195,7 +195,7 @@ class RecordCounts:
             repeated_queries=_num_repeated(ids[queries]),
             repeated_positives=_num_repeated(ids[positives]),
             items=items,
-            pictures=survey.result(),
+            pictures=survey,
         )
 
 

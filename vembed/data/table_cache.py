@@ -83,10 +83,24 @@ def kept_or_read(
     """
     stamps = _stamps(files)
     num_bytes = sum(size for size, *_ in stamps)
-    root = _root()
-    if root is None or num_bytes < LEAST_BYTES:
+    named = os.environ.get(VARIABLE)
+    if named == "never" or num_bytes < LEAST_BYTES:
         return read(None)
-    reading = _digest(_reading_of(files, source, columns))
+    root = home_path(named or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/vembed") / "records"
+    # Everything but the files' content that their rows follow from.
+    loss, plugin = source.loss, plugin_code(files[0])
+    used = sorted(DataKeys.model_fields.keys() - KEYS_OF_USE)
+    how_read = {
+        "format": FORMAT,
+        "version": __version__,
+        "files": [(os.path.realpath(file), file.name) for file in files],
+        "role": source.role,
+        "loss": None if loss is None else (loss.name, sorted(loss.takes)),
+        "columns": [repr(column) for column in columns],
+        "keys": {name: getattr(source.keys, name) for name in used},
+        **({"plugin": plugin} if plugin else {}),
+    }
+    reading = _digest(how_read)
     folder = root / f"{reading}-{_digest(stamps)}"
     # The pictures of tar shards stay where they are, so that what is kept of them is small.
     needed = 0 if suffix_of(files[0]) == SHARD_SUFFIX or folder.is_dir() else FREE_SHARE * num_bytes
@@ -189,16 +203,6 @@ def _locked(lock: Path, folder: Path) -> Iterator[bool]:
         yield is_alone
 
 
-def _root() -> Path | None:
-    """Return the folder of all kept rows; None where the user wants none."""
-    named = os.environ.get(VARIABLE)
-    if named == "never":
-        return None
-    if named:
-        return home_path(named) / "records"
-    return home_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vembed" / "records"
-
-
 def _unusable(root: Path, needed: float) -> str:
     """Return why a folder can't take so many bytes, or nothing."""
     try:
@@ -219,22 +223,6 @@ def _stamps(files: Sequence[Path]) -> list[tuple[int, ...]]:
             stat = file.stat()
             stamps.append((stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_dev, stat.st_ino))
     return stamps
-
-
-def _reading_of(files: Sequence[Path], source: DataSource, columns: Sequence[ExtraColumn]) -> dict[str, object]:
-    """Return everything but the files' content that their rows follow from."""
-    loss = source.loss
-    plugin = plugin_code(files[0])
-    return {
-        "format": FORMAT,
-        "version": __version__,
-        "files": [(os.path.realpath(file), file.name) for file in files],
-        "role": source.role,
-        "loss": None if loss is None else (loss.name, sorted(loss.takes)),
-        "columns": [repr(column) for column in columns],
-        "keys": {name: getattr(source.keys, name) for name in sorted(DataKeys.model_fields) if name not in KEYS_OF_USE},
-        **({"plugin": plugin} if plugin else {}),
-    }
 
 
 def _digest(content: object) -> str:

@@ -14,7 +14,7 @@ import os
 import resource
 import tarfile
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -100,13 +100,6 @@ class MappedFile(mmap.mmap):
         return int(start - first)
 
 
-class Member(NamedTuple):
-    """A file in a shard."""
-
-    name: str
-    data: memoryview
-
-
 def shard_rows(path: Path) -> Iterator[RawRow]:
     """Yield (sample counted from 1, its columns or why it can't be read).
 
@@ -117,22 +110,22 @@ def shard_rows(path: Path) -> Iterator[RawRow]:
     decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
     number, key, row = 0, "", dict[str, Any]()
     problem, known = "", set[str]()
-    for member in members(path):
-        folder, _, base = member.name.rpartition("/")
+    for name, data in members(path):
+        folder, _, base = name.rpartition("/")
         stem, _, extension = base.partition(".")
         if not stem or not extension:
-            raise _refused(path, member.name, "a member's name is KEY.EXTENSION, such as 0001.jpg")
+            raise _refused(path, name, "a member's name is KEY.EXTENSION, such as 0001.jpg")
         # Members of one key follow each other, as writers of WebDataset promise: a sample is complete where the next
         # key begins, so that one sample is in memory, and a key that comes again is an error.
-        if (own := f"{folder}/{stem}") != key:
+        if (key_of_member := f"{folder}/{stem}") != key:
             if number:
                 yield number, problem or row
-            if own in known:
-                raise _refused(path, member.name, "members of its key stand in two places of the shard")
-            known.add(own)
-            number, key, row, problem = number + 1, own, {}, ""
+            if key_of_member in known:
+                raise _refused(path, name, "members of its key stand in two places of the shard")
+            known.add(key_of_member)
+            number, key, row, problem = number + 1, key_of_member, {}, ""
         try:
-            cells = _cells(extension.lower(), member.data, decoder)
+            cells = _cells(extension.lower(), data, decoder)
         except ValueError as error:
             problem = problem or f"{base}: {error}"
             continue
@@ -140,7 +133,7 @@ def shard_rows(path: Path) -> Iterator[RawRow]:
             problem = problem or f"{base}: the sample has the column {quoted(column)} twice"
         row |= cells
         if len(row) > MAX_COLUMNS:
-            raise _refused(path, member.name, f"a sample of over {MAX_COLUMNS:,} columns")
+            raise _refused(path, name, f"a sample of over {MAX_COLUMNS:,} columns")
     if number:
         yield number, problem or row
 
@@ -177,8 +170,8 @@ def _cells(extension: str, data: memoryview, decoder: json.JSONDecoder) -> dict[
     return value
 
 
-def members(path: Path) -> Iterator[Member]:
-    """Yield the regular files of a shard in order; folders are passed over.
+def members(path: Path) -> Iterator[tuple[str, memoryview]]:
+    """Yield the name and the bytes of each regular file of a shard, in order; folders are passed over.
 
     Raises:
         DataError: The shard is refused, or can't be read on.
@@ -210,8 +203,12 @@ def members(path: Path) -> Iterator[Member]:
         name, kind = extended.get("path", header.name), header.type
         # A size that is no number is beyond every shard, and so refused as truncated.
         size = header.size
-        if (told := extended.get("size")) is not None:
-            size = int(told) if told.isascii() and told.isdecimal() and len(told) < 19 else 2**63
+        if (extended_size := extended.get("size")) is not None:
+            size = (
+                int(extended_size)
+                if extended_size.isascii() and extended_size.isdecimal() and len(extended_size) < 19
+                else 2**63
+            )
         begin, end = at + BLOCK_BYTES, at + BLOCK_BYTES + size
         if not 0 <= begin <= end <= len(shard):
             raise _refused(path, name, f"the shard is truncated: it ends at byte {len(shard):,}, the member at {end:,}")
@@ -233,7 +230,7 @@ def members(path: Path) -> Iterator[Member]:
             raise _refused(path, name, "its name leads out of the shard, or holds what no name should")
         if name.rpartition(".")[2].lower() in PICKLES:
             raise _refused(path, name, "it is a pickle, which may run code when it is read; leave it out of the shard")
-        yield Member(name, shard[begin:end])
+        yield name, shard[begin:end]
 
 
 def _extended(path: Path, kind: bytes, data: memoryview) -> dict[str, str]:

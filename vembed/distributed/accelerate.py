@@ -66,16 +66,10 @@ class Setting:
     remark: str = ""  # what becomes of it here, where that isn't plain
 
 
-@dataclass(frozen=True, slots=True)
-class AccelerateSettings:
-    """All that accelerate asks for."""
-
-    origin: str  # its file or its command line, for people
-    settings: Sequence[Setting]
-
-
-def accelerate_settings(process: ProcessEnv, environ: Mapping[str, str] = os.environ) -> AccelerateSettings | None:
-    """Return what accelerate asks for, None where it did not start this process.
+def accelerate_settings(
+    process: ProcessEnv, environ: Mapping[str, str] = os.environ
+) -> tuple[str, Sequence[Setting]] | None:
+    """Return accelerate's file or command line, in words, and the settings; None where it did not start this process.
 
     Raises:
         ConfigError: It asks for what this program has not.
@@ -115,7 +109,7 @@ def accelerate_settings(process: ProcessEnv, environ: Mapping[str, str] = os.env
     if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         dynamo = f"dynamo_backend: {environ['ACCELERATE_DYNAMO_BACKEND']}"
         settings.append(Setting({}, dynamo, "models are not compiled here"))
-    return AccelerateSettings(origin, settings)
+    return origin, settings
 
 
 def _parent_command() -> list[str]:

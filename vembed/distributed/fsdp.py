@@ -220,8 +220,14 @@ def shard_encoder(
     if ranks.is_one or ranks.group is not None:
         raise ValueError("an encoder is sharded over the default process group")
     assert way.mode is not None
-    if way.mode == "sharded":
-        _refuse_narrow_sums(encoder)
+    # The sharded mode adds up the reduced gradients of all chunks in the type of the weights.
+    for name, parameter in encoder.named_parameters() if way.mode == "sharded" else ():
+        if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise MachineError(
+                f"fsdp_mode sharded adds up the gradients of each chunk in the type of the weights, and {name} is "
+                f"{dtype}: hundreds of chunks would be lost in rounding. Set torch_dtype: float32 or fsdp_mode: lean"
+            )
     if way.cpu_offload and device.type == "cpu":
         raise MachineError("cpu_offload keeps weights off an accelerator, and this run has none; set it to false")
     # Nothing here changes the output of a layer in place.
@@ -256,17 +262,6 @@ def shard_encoder(
     handle = ShardedEncoder(encoder, way.mode, ranks, device)
     handle.allocate()
     return handle
-
-
-def _refuse_narrow_sums(encoder: nn.Module) -> None:
-    """Refuse weights in whose own type the reduced gradients of many chunks can't be added up."""
-    for name, parameter in encoder.named_parameters():
-        if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            raise MachineError(
-                f"fsdp_mode sharded adds up the gradients of each chunk in the type of the weights, and {name} is "
-                f"{dtype}: hundreds of chunks would be lost in rounding. Set torch_dtype: float32 or fsdp_mode: lean"
-            )
 
 
 def transformer_blocks(encoder: nn.Module) -> list[nn.Module]:

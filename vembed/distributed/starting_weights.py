@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,27 +21,19 @@ if TYPE_CHECKING:
     from vembed.distributed.ranks import Ranks
 
 
-class TensorFacts(NamedTuple):
-    """Shape, type and role of a tensor; all but its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trains: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Outline:
     """A model without its values."""
 
-    tensors: Mapping[str, TensorFacts]  # parameters and buffers, those that no file holds included
+    # Shape, type and whether it trains, by name: of parameters and buffers, those that no file holds included.
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]]
     modules: Mapping[str, bool]  # every module, and whether it is in training mode
 
     @classmethod
     def of(cls, model: nn.Module) -> Outline:
         """Return the outline of a model."""
         facts = {
-            name: TensorFacts(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-            for name, tensor in _tensors(model).items()
+            name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in _tensors(model).items()
         }
         return cls(facts, {name: module.training for name, module in model.named_modules()})
 
@@ -57,7 +49,7 @@ class Outline:
                 setattr(model.get_submodule(parent), leaf, None)
         tensors = _tensors(model)
         differing = sorted(tensors.keys() ^ self.tensors.keys()) or [
-            name for name, tensor in tensors.items() if tuple(tensor.shape) != self.tensors[name].shape
+            name for name, tensor in tensors.items() if tuple(tensor.shape) != self.tensors[name][0]
         ]
         if differing:
             return f"{differing[0]} differs in this process"
@@ -67,9 +59,9 @@ class Outline:
             if stray:
                 return f"{name}.{stray[0]} is a tensor but no buffer, so it can't be received".lstrip(".")
         for name, tensor in tensors.items():
-            facts = self.tensors[name]
-            tensor.data = tensor.data.to(facts.dtype)
-            tensor.requires_grad_(facts.trains)
+            _, dtype, trains = self.tensors[name]
+            tensor.data = tensor.data.to(dtype)
+            tensor.requires_grad_(trains)
         for name, module in model.named_modules():
             module.training = self.modules[name]
         return ""

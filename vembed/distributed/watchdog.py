@@ -136,10 +136,10 @@ class Failure:
 
 
 class LastWords:
-    """Where a run stands, for whoever has to say why it ends.
+    """Progress of a run, for the message of the error that ends it.
 
     Attributes:
-        doing: What it does now, behind "while"; empty before it begins.
+        doing: Its present work, in words that follow "while"; empty before it begins.
         checkpoint: The newest one that is whole, or that it continues from.
     """
 
@@ -159,7 +159,7 @@ class LastWords:
 
 
 class ExitFiles:
-    """Where a failure is written.
+    """Files that a failure is written to.
 
     The output folder is the run's only from the moment that it writes there: an error before that belongs to nobody's
     folder, unless the folder is missing or empty.
@@ -212,7 +212,7 @@ class ExitFiles:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Where the main thread was when it was looked at."""
+    """Position of the main thread at the time of a look."""
 
     line: str  # file, line and function, for people
     waits: bool  # whether it was in a collective

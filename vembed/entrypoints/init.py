@@ -146,7 +146,7 @@ def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]
     known = {name for ours, others in COLUMNS.items() for name in (ours, *others)}
     unknown = [name for name in (rows[0] if rows else ()) if name not in known]
     try:
-        return source.peek().columns, {}, rows
+        return source.peek()[0], {}, rows
     except DataError:
         if len(unknown) != 2:
             raise
@@ -159,7 +159,7 @@ def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]
             )
     mapping = dict(zip(unknown, ("query", "positive"), strict=True))
     mapped = read(data, "train", checked_section(DataKeys, {"column_mapping": mapping}))
-    return mapped.peek().columns, mapping, rows
+    return mapped.peek()[0], mapping, rows
 
 
 def _supervision(columns: ColumnsRead, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:

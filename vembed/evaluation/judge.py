@@ -127,29 +127,42 @@ def judged(comparison: Comparison, *, is_judgeable: bool = True) -> Verdict:
         is_judgeable: False where a set has a single query, which leaves the word at "within noise".
     """
     word: VerdictWord = "within noise"
-    bound = 0.0  # of the interval, that nearer to zero: it decides
     if is_judgeable and comparison.num_queries > 1:
         if comparison.low > 0.0:
-            word, bound = "improved", comparison.low
+            word = "improved"
         elif comparison.high < 0.0:
-            word, bound = "worse", comparison.high
-    digits = 3
-    # "improved ... interval +0.000 to" would contradict itself: as many decimals as show that the bound isn't zero.
-    while bound and not round(bound, digits) and digits < FLOAT_NOISE_DECIMALS:
-        digits += 1
+            word = "worse"
+    return Verdict(word, comparison, f"{word}: {numbers_text(word, comparison)}")
 
-    def signed(value: float) -> str:
-        return f"{round(value, digits) + 0.0:+.{digits}f}"  # adding 0.0 makes the -0.0 that rounding leaves +0.0
 
-    means = f"{comparison.metric} {comparison.baseline:.{digits}f} -> {comparison.candidate:.{digits}f}"
+def numbers_text(word: VerdictWord, comparison: Comparison) -> str:
+    """Return the numbers behind a verdict, e.g. "ndcg@10 0.332 -> 0.397 (+0.065, 95% interval ..., 467 queries)"."""
+    decimals = decimals_shown(word, comparison)
+    means = f"{comparison.metric} {comparison.baseline:.{decimals}f} -> {comparison.candidate:.{decimals}f}"
+    return f"{means} ({_signed(comparison.difference, decimals)}, {interval_text(word, comparison)})"
+
+
+def interval_text(word: VerdictWord, comparison: Comparison) -> str:
+    """Return the interval of a verdict's difference, e.g. "95% interval +0.045 to +0.086, 467 queries"."""
     if comparison.num_queries < 2:
-        reach = "1 query: too few for an interval"
-    else:
-        reach = (
-            f"{100 * comparison.confidence:g}% interval {signed(comparison.low)} to {signed(comparison.high)}, "
-            f"{comparison.num_queries:,} queries"
-        )
-    return Verdict(word, comparison, f"{word}: {means} ({signed(comparison.difference)}, {reach})")
+        return "1 query: too few for an interval"
+    low, high = (_signed(bound, decimals_shown(word, comparison)) for bound in (comparison.low, comparison.high))
+    return f"{100 * comparison.confidence:g}% interval {low} to {high}, {comparison.num_queries:,} queries"
+
+
+def decimals_shown(word: VerdictWord, comparison: Comparison, *, most: int = FLOAT_NOISE_DECIMALS) -> int:
+    """Return the decimals to show a comparison with: 3, or more where the bound that decided would read as zero.
+
+    "improved ... interval +0.000 to +0.001" would contradict itself.
+    """
+    if word == "within noise":
+        return 3
+    bound = comparison.low if word == "improved" else comparison.high
+    return next((decimals for decimals in range(3, most) if round(bound, decimals)), most)
+
+
+def _signed(value: float, decimals: int) -> str:
+    return f"{round(value, decimals) + 0.0:+.{decimals}f}"  # adding 0.0 makes the -0.0 that rounding leaves +0.0
 
 
 def compare(
@@ -399,13 +412,12 @@ class SetOutcome:
     @property
     def word(self) -> str:
         """The verdict's word: improved, within noise, worse or forgets."""
-        return self.verdict.sentence.partition(": ")[0]
+        return "forgets" if self.forgets else self.verdict.word
 
     @property
     def line(self) -> str:
         """The set, its numbers and the word, e.g. "scifact/test: ndcg@10 0.645 -> 0.621 (...): forgets"."""
-        word, _, numbers = self.verdict.sentence.partition(": ")
-        return f"{self.final.task}: {numbers}: {word}"
+        return f"{self.final.task}: {numbers_text(self.verdict.word, self.verdict.comparison)}: {self.word}"
 
 
 def averaged(outcomes: Sequence[SetOutcome]) -> list[SetOutcome]:
@@ -454,12 +466,17 @@ def caveats(outcomes: Sequence[SetOutcome], num_choices: int) -> tuple[str, ...]
 
 
 def headline(decided: Verdict, outcomes: Sequence[SetOutcome]) -> str:
-    """Return the line that ends a run: the verdict, what was trained on of its sets, what the model forgets."""
-    line = decided.sentence
+    """Return the line that ends a run: the verdict, and what it doesn't say of its sets (`warnings_text`)."""
+    return decided.sentence + warnings_text(outcomes)
+
+
+def warnings_text(outcomes: Sequence[SetOutcome]) -> str:
+    """Return what follows a verdict, e.g. "; trained on 3 of these queries; forgets on scifact/test", or ""."""
+    text = ""
     if num_trained := sum(len(outcome.trained) for outcome in outcomes if outcome.role != "guard"):
-        line += f"; trained on {num_trained:,} of these queries"
+        text += f"; trained on {num_trained:,} of these queries"
     lost = [outcome.final.task for outcome in outcomes if outcome.forgets]
-    return f"{line}; forgets on {', '.join(lost)}" if lost else line
+    return f"{text}; forgets on {', '.join(lost)}" if lost else text
 
 
 def worse_than_untrained(evaluations: Sequence[tuple[int, Mapping[str, float]]], metric: str, kept_step: int) -> str:

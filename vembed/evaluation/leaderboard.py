@@ -361,9 +361,10 @@ def headline(board: Board) -> str:
         return f"{sentence}; nothing to compare it with."
     even = [row for row in others if row.is_whole and not any(cell.is_behind for cell in row.cells)]
     if even:
-        count = "1 system is" if len(even) == 1 else f"{len(even)} systems are"
-        return f"{sentence}; {count} significantly behind the best on no set."
-    return f"{sentence}; every other system is significantly behind the best on at least one set."
+        verb = "is" if len(even) == 1 else "are"
+        count = f"{len(even)} of {plural(len(others), 'other system')}"
+        return f"{sentence}; {count} {verb} not significantly below the best on any set."
+    return f"{sentence}; every other system is significantly below the best on at least one set."
 
 
 def ranking_section(board: Board) -> Section:

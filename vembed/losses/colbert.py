@@ -22,7 +22,7 @@ document vectors, E embedding dim, G = dL/dlogits, s the logit scale.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -105,15 +105,6 @@ def maxsim(q: MultiVectors, d: MultiVectors, *, mean: bool) -> Tensor:
     return torch.stack([row.mean(dim=0) if mean else row.sum(dim=0) for row in rows])
 
 
-class _Block(NamedTuple):
-    """Documents of a tile whose products are computed together."""
-
-    columns_B: Tensor  # column of each in the tile, int64
-    # Their vectors, counted from the tile's first, int32. Shorter documents repeat their first vector: that changes no
-    # maximum, and of equal products the first wins, which is the real one.
-    vectors_BT: Tensor
-
-
 class MaxSimTiles(SimilarityTiles):
     """MaxSim scores of tiles, and the backward pass from their gradients to the winning vectors."""
 
@@ -134,7 +125,7 @@ class MaxSimTiles(SimilarityTiles):
         factors_Q = scale / q_counts if mean else np.full(len(q_counts), scale)
         self._factors_V = self._tensor(np.repeat(factors_Q, q_counts)).to(self.dtype)
         self._rows_V = self._tensor(np.repeat(np.arange(len(q_counts)), q_counts))
-        self._blocks: dict[int, list[_Block]] = {}
+        self._blocks: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def plain_logits(self, tile: Tile, name: str = "logits") -> Tensor:
         """Return the logits of a tile (R, C) in scratch memory of that name, and keep the winners beside them."""
@@ -189,8 +180,13 @@ class MaxSimTiles(SimilarityTiles):
         shape = vectors.stop - vectors.start, tile.columns.stop - tile.columns.start
         return self.scratch(f"winners of {name}", shape, torch.int32)
 
-    def _blocks_of(self, columns: slice) -> list[_Block]:
-        """Cut the documents of a tile into blocks of similar length, once for all strips."""
+    def _blocks_of(self, columns: slice) -> list[tuple[Tensor, Tensor]]:
+        """Cut the documents of a tile into blocks of similar length, once for all strips.
+
+        Returns:
+            For the documents of each block their columns in the tile, (B,) int64, and their vectors, counted from the
+            tile's first, (B, T) int32.
+        """
         if columns.start in self._blocks:
             return self._blocks[columns.start]
         counts = self._d_counts[columns]
@@ -202,9 +198,11 @@ class MaxSimTiles(SimilarityTiles):
             widths = np.arange(1, len(order) - first + 1) * counts[order[first:]]  # with 1, 2, ... further documents
             stop = first + max(1, int(np.searchsorted(widths, self.tile_size, side="right")))
             columns_B = order[first:stop]
+            # Shorter documents repeat their first vector: that changes no maximum, and of equal products the first
+            # wins, which is the real one.
             steps_T = np.arange(counts[columns_B[-1]])
             vectors_BT = starts[columns_B, None] + np.where(steps_T < counts[columns_B, None], steps_T, 0)
-            blocks.append(_Block(self._tensor(columns_B), self._tensor(vectors_BT.astype(np.int32))))
+            blocks.append((self._tensor(columns_B), self._tensor(vectors_BT.astype(np.int32))))
             first = stop
         return blocks
 

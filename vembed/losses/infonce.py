@@ -151,15 +151,6 @@ class SoftmaxSweep(Sweep):
         return self.pair_slopes_KP[prefix, tile.pairs]
 
 
-class Terms(NamedTuple):
-    """Softmax terms of one direction: loss, shifts of the groups, slopes of the positive pairs."""
-
-    loss: Tensor  # weighted sum over the groups, without `pair_loss`
-    pair_loss: Tensor  # what this rank's positive pairs add to it, where each positive has a loss of its own
-    shifts_KG: Tensor  # added to a negative's logit, its exponential is the slope; -inf where a group doesn't count
-    pair_slopes_KP: Tensor  # dL/dlogit of each positive pair
-
-
 def softmax_terms(
     negatives: LogSumExp,
     logits_KP: Tensor,
@@ -169,8 +160,8 @@ def softmax_terms(
     positives: LogSumExp | None = None,
     focal_gamma: float = 0.0,
     counts_G: Tensor | None = None,
-) -> Terms:
-    """Return the terms of one direction.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the softmax terms of one direction.
 
     Args:
         negatives: Sums over the negatives of each group, (K, G).
@@ -181,6 +172,11 @@ def softmax_terms(
             group without any doesn't count.
         focal_gamma: Exponent of the negatives' share of a group, by which the group is weighed; not differentiated.
         counts_G: Positives of each group on all ranks, for the mean of their losses; None takes them together.
+
+    Returns:
+        The loss as a weighted sum over the groups; what this rank's positive pairs add to it, where each positive has a
+        loss of its own; the shifts (K, G): a negative's slope is exp(logit + shift), -inf where a group doesn't count;
+        and dL/dlogit of each positive pair, (K, P).
     """
     if positives is None:
         positives = LogSumExp.of_groups(logits_KP, groups_P, weights_KG.shape[1])
@@ -196,16 +192,13 @@ def softmax_terms(
     if counts_G is None:
         loss = (-logsigmoid(-gap_KG) * weights_KG).sum()
         shares_KP = (logits_KP - p_KG[:, groups_P]).exp()  # of each positive in the sum over its group's positives
-        return Terms(loss, loss.new_zeros(()), shifts_KG, -weights_KP * shares_KP * gap_KG[:, groups_P].sigmoid())
+        return loss, loss.new_zeros(()), shifts_KG, -weights_KP * shares_KP * gap_KG[:, groups_P].sigmoid()
     # Mean over positives of (log-sum-exp of everything - logit): the first part is the group's and counts once on all
     # ranks together, the second is a sum over pairs, of which every rank adds its own.
     pair_weights_KP = weights_KP / counts_G[groups_P]
-    return Terms(
-        loss=torch.where(counts_KG, total_KG * weights_KG, 0.0).sum(),
-        pair_loss=-(pair_weights_KP * logits_KP).sum(),
-        shifts_KG=shifts_KG,
-        pair_slopes_KP=weights_KP * (logits_KP - total_KG[:, groups_P]).exp() - pair_weights_KP,
-    )
+    loss = torch.where(counts_KG, total_KG * weights_KG, 0.0).sum()
+    pair_loss = -(pair_weights_KP * logits_KP).sum()
+    return loss, pair_loss, shifts_KG, weights_KP * (logits_KP - total_KG[:, groups_P]).exp() - pair_weights_KP
 
 
 class InfoNCESweep(SoftmaxSweep):
@@ -230,7 +223,7 @@ class InfoNCESweep(SoftmaxSweep):
         """Turn the sums of some rows, and those of all columns, into loss, shifts and the slopes of the positives."""
         cells = self.tiles.cells
         pairs = cells.pairs_of(rows)
-        by_row = softmax_terms(
+        loss, pair_loss, shifts_KR, slopes_KP = softmax_terms(
             self.rows[:, rows],
             self.positives_KP[:, pairs],
             cells.pair_rows[pairs] - rows.start,
@@ -238,12 +231,12 @@ class InfoNCESweep(SoftmaxSweep):
             focal_gamma=self.focal_gamma,
             counts_G=None if self.counts_Q is None else self.counts_Q[rows],
         )
-        self.loss += by_row.loss + by_row.pair_loss
-        self.row_shifts_KQ[:, rows] = by_row.shifts_KG
-        self.pair_slopes_KP[:, pairs] = by_row.pair_slopes_KP
+        self.loss += loss + pair_loss
+        self.row_shifts_KQ[:, rows] = shifts_KR
+        self.pair_slopes_KP[:, pairs] = slopes_KP
         if merged is None or merged.columns is None:
             return
-        by_column = softmax_terms(
+        loss, pair_loss, self.column_shifts_KD, slopes_KP = softmax_terms(
             merged.columns[0],
             self.positives_KP,
             cells.pair_columns,
@@ -252,9 +245,8 @@ class InfoNCESweep(SoftmaxSweep):
             focal_gamma=self.focal_gamma,
             counts_G=self.counts_D,
         )
-        self.loss += by_column.loss * self.rank_share + by_column.pair_loss  # every rank has all of the columns' loss
-        self.column_shifts_KD = by_column.shifts_KG
-        self.pair_slopes_KP += by_column.pair_slopes_KP
+        self.loss += loss * self.rank_share + pair_loss  # every rank has all of the columns' loss
+        self.pair_slopes_KP += slopes_KP
 
 
 # Losses ---------------------------------------------------------------------------------------------------------------

@@ -227,7 +227,20 @@ class JointInfoNCE(InfoNCE):
 
     def _of_queries(self, batch: StreamedBatch, tiles: SimilarityTiles) -> SimilarityTiles:
         """Return the tiles of this rank's queries and those of all ranks."""
-        structure = _among_queries(batch.structure, masks=self.mask_false_negatives)
+        # A batch whose documents are its queries, and whose positives are the queries that belong together: each with
+        # itself, and with masks those that share a positive by content.
+        structure = batch.structure
+        related_N2 = np.repeat(np.arange(structure.num_queries), 2).reshape(-1, 2)
+        if self.mask_false_negatives:
+            queries_P, documents_P = _numpy(structure.positives_P2).T
+            contents_P = _numpy(structure.document_groups_D)[documents_P]
+            shared_N2 = _joined(_pairs(queries_P, contents_P), _pairs(contents_P, queries_P))
+            related_N2 = np.unique(np.concatenate([related_N2, shared_N2]), axis=0)
+        structure = replace(
+            _bare(structure, related_N2),
+            document_ids_D=structure.query_ids_Q,
+            document_groups_D=structure.query_groups_Q,
+        )
         every_QE = batch.q_QE if batch.every_q_QE is None else batch.every_q_QE
         block = self._block(batch.q_QE, every_QE, structure, batch.queries, tiles)
         block.rows_only = True
@@ -237,7 +250,22 @@ class JointInfoNCE(InfoNCE):
         """Return this rank's share of the documents that are positives, and their tiles with all documents."""
         if not self.documents_too:
             return None
-        structure, wanted_W = _among_documents(batch.structure)
+        # A batch whose queries are the documents that are positives; their own positives are the documents that they
+        # belong to: the positives and hard negatives of their rows.
+        structure = batch.structure
+        positives_P2 = _numpy(structure.positives_P2)
+        owned_N2 = positives_P2
+        if structure.negatives_P2 is not None:
+            owned_N2 = np.concatenate([positives_P2, _numpy(structure.negatives_P2)])
+        wanted_W, rows_P = np.unique(positives_P2[:, 1], return_inverse=True)
+        related_N2 = _joined(_pairs(rows_P, positives_P2[:, 0]), _pairs(owned_N2[:, 0], owned_N2[:, 1]))
+        groups_W = np.unique(_numpy(structure.document_groups_D)[wanted_W], return_inverse=True)[1]
+        structure = replace(
+            _bare(structure, related_N2),
+            query_ids_Q=structure.document_ids_D.cpu()[torch.from_numpy(wanted_W)],
+            query_groups_Q=torch.from_numpy(groups_W),
+        )
+        # This rank's share of them: in proportion to its queries.
         ends = (batch.queries.start, batch.queries.stop)
         rows = range(*(len(wanted_W) * end // batch.structure.num_queries for end in ends))
         wanted = to_device(torch.from_numpy(wanted_W[rows.start : rows.stop]), tiles.device)
@@ -281,40 +309,6 @@ def _moments(tiles: SimilarityTiles) -> tuple[Tensor, Tensor]:
 # Queries belong together that have one content or share a positive by content; documents that one query has, as
 # positives or hard negatives of its row, and with masks those of equal content. A batch in which one side stands for
 # both says so to a `CellMap`: its positives are the pairs that belong together.
-
-
-def _among_queries(structure: BatchStructure, *, masks: bool) -> BatchStructure:
-    """Return a batch whose documents are its queries, and whose positives belong together.
-
-    Args:
-        masks: Whether a shared positive makes two queries belong together; each belongs to itself.
-    """
-    related_N2 = np.repeat(np.arange(structure.num_queries), 2).reshape(-1, 2)
-    if masks:
-        queries_P, documents_P = _numpy(structure.positives_P2).T
-        contents_P = _numpy(structure.document_groups_D)[documents_P]
-        shared_N2 = _joined(_pairs(queries_P, contents_P), _pairs(contents_P, queries_P))
-        related_N2 = np.unique(np.concatenate([related_N2, shared_N2]), axis=0)
-    return replace(
-        _bare(structure, related_N2), document_ids_D=structure.query_ids_Q, document_groups_D=structure.query_groups_Q
-    )
-
-
-def _among_documents(structure: BatchStructure) -> tuple[BatchStructure, NDArray[np.int64]]:
-    """Return a batch whose queries are the documents that answer one, which belong to its positives, and these."""
-    positives_P2 = _numpy(structure.positives_P2)
-    owned_N2 = positives_P2
-    if structure.negatives_P2 is not None:
-        owned_N2 = np.concatenate([positives_P2, _numpy(structure.negatives_P2)])
-    wanted_W, rows_P = np.unique(positives_P2[:, 1], return_inverse=True)
-    related_N2 = _joined(_pairs(rows_P, positives_P2[:, 0]), _pairs(owned_N2[:, 0], owned_N2[:, 1]))
-    groups_W = np.unique(_numpy(structure.document_groups_D)[wanted_W], return_inverse=True)[1]
-    changed = replace(
-        _bare(structure, related_N2),
-        query_ids_Q=structure.document_ids_D.cpu()[torch.from_numpy(wanted_W)],
-        query_groups_Q=torch.from_numpy(groups_W),
-    )
-    return changed, wanted_W
 
 
 def _bare(structure: BatchStructure, positives_P2: Pairs) -> BatchStructure:

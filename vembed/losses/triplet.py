@@ -22,7 +22,7 @@ Shape legend: Q queries of this rank, P its pairs of query and positive, T tripl
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self, Unpack
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Unpack
 
 import numpy as np
 import torch
@@ -55,13 +55,9 @@ if TYPE_CHECKING:
 Negatives = Literal["all", "hardest", "listed"]
 
 
-class _Triplets(NamedTuple):
-    """Triplets of this rank: rows of its queries and of all documents."""
-
-    queries_T: Tensor
-    positives_T: Tensor
-    negatives_T: Tensor
-    weights_T: Tensor  # how much each counts; together, on all ranks, 1 or less
+# Triplets of this rank: rows of its queries, rows of all documents that are positives and negatives, and the weight of
+# each triplet, all (T,). The weights of all ranks together are 1 or less.
+_Triplets: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor]"
 
 
 class TripletLoss(CellLoss):
@@ -143,9 +139,10 @@ class TripletLoss(CellLoss):
         triplets_K = self._hardest(batch, tiles) if self.negatives == "hardest" else self._listed(batch, tiles)
         out, loss = empty_gradients(tiles, batch, into), tiles.zeros()
         for prefix, (weight, triplets) in enumerate(zip(self.prefix_weights, triplets_K, strict=True)):
-            near, far = (triplets.queries_T, triplets.positives_T), (triplets.queries_T, triplets.negatives_T)
+            queries_T, positives_T, negatives_T, weights_T = triplets
+            near, far = (queries_T, positives_T), (queries_T, negatives_T)
             excess_T = self.margin - tiles.cell_logits(prefix, near) + tiles.cell_logits(prefix, far)
-            weights_T = weight * triplets.weights_T
+            weights_T = weight * weights_T
             loss += excess_T.relu() @ weights_T
             # A triplet that exceeds 0 pulls its positive nearer by as much as it pushes its negative away.
             slopes_T = weights_T * (excess_T > 0)
@@ -170,9 +167,7 @@ class TripletLoss(CellLoss):
         weights_KQ = self._relative_weights(batch, tiles) / (number or 1.0) * (best_KQ != -math.inf)
         rows_P, documents_P = cells.pair_rows, cells.pair_columns
         prefixes = zip(columns_KQ, weights_KQ, strict=True)
-        return [
-            _Triplets(rows_P, documents_P, columns_Q[rows_P], weights_Q[rows_P]) for columns_Q, weights_Q in prefixes
-        ]
+        return [(rows_P, documents_P, columns_Q[rows_P], weights_Q[rows_P]) for columns_Q, weights_Q in prefixes]
 
     def _listed(self, batch: StreamedBatch, tiles: SimilarityTiles) -> list[_Triplets]:
         """Return this rank's triplets of a positive and a hard negative, by prefix."""
@@ -194,7 +189,7 @@ class TripletLoss(CellLoss):
         weights_T = (weights_T / _or_one(weights_T.sum()))[first:stop].to(tiles.dtype)
         columns = (queries_T - batch.queries.start, positives_T, negatives_T)
         queries, positives, negatives = (to_device(torch.from_numpy(rows[first:stop]), device) for rows in columns)
-        triplets = _Triplets(queries, positives, negatives, to_device(weights_T, device))
+        triplets = (queries, positives, negatives, to_device(weights_T, device))
         return [triplets] * len(self.prefix_dims)
 
 

@@ -42,7 +42,7 @@ ADAPTER = "default"
 """peft's name for the one adapter."""
 
 SAVED_PREFIX = "base_model.model."
-"""What peft puts before the name of each tensor in a file."""
+"""Prefix of every tensor's name in a file of peft."""
 
 SAMPLED_VALUES = 1024
 """Values of each frozen tensor that its fingerprint covers: any fine-tuning changes nearly all of them."""
@@ -457,16 +457,8 @@ def save_trained(encoder: Encoder, model: Path, adapter: Path) -> None:
         encoder: At the end of its training: it can't continue afterwards.
         adapter: Folder of the adapters alone, in peft's format; written where there are any.
     """
-    if has_adapters(encoder):
-        _save_adapter(encoder, adapter)
-        merge_adapters(encoder)
-    encoder.save(model)
-    save_background(encoder, model)
-
-
-def _save_adapter(encoder: Encoder, folder: Path) -> None:
-    """Write the adapters alone, as `peft.PeftModel.from_pretrained` reads them; those of each part in its subfolder."""
-    for host in _hosts(encoder):
+    # `peft.PeftModel.from_pretrained` reads the adapters; those of each part are in its subfolder.
+    for host in _hosts(encoder) if has_adapters(encoder) else ():
         layers = list(adapter_layers(host.network))
         if not layers:
             continue
@@ -474,14 +466,20 @@ def _save_adapter(encoder: Encoder, folder: Path) -> None:
         config.base_model_name_or_path = host.model
         config.inference_mode = True
         config.target_modules = sorted(config.target_modules)  # a set otherwise, in another order each time
-        (folder / host.folder).mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(folder / host.folder)
+        folder = adapter / host.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
         tensors = {}
         for name, layer in layers:
             for factor in ("lora_A", "lora_B"):
                 weight = getattr(layer, factor)[ADAPTER].weight
                 tensors[f"{SAVED_PREFIX}{name}.{factor}.weight"] = weight.detach().cpu().contiguous()
-        save_file(tensors, folder / host.folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    if has_adapters(encoder):
+        merge_adapters(encoder)
+    encoder.save(model)
+    save_background(encoder, model)
 
 
 @torch.no_grad()

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from vembed.batch import Ragged
 
 NAME = "vembed"
-"""What these functions are called among the attention functions of transformers."""
+"""Name of these functions among the attention functions of transformers."""
 
 FILLED = "vembed_filled"
-"""What they are called there where what is masked at the right is read."""
+"""Name where the positions that are masked at the right are read as well."""
 
 PICTURES = "vembed_flash"
-"""What `attend_to_pictures` is called there: the word "flash" has models give the lengths of pictures, not splits."""
+"""Name of `attend_to_pictures`: by the word "flash" models pass the lengths of pictures instead of splitting them."""
 
 _OWN_ATTENTION = frozenset({"mpnet"})
 """Types of models whose layers call no attention function, but take the masks of one."""
@@ -248,7 +248,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, inputs: dict[str, Tensor]) -> PackedRows:
-        """Read what `pack` made, without waiting for the device."""
+        """Read what `pack_rows` made, without waiting for the device."""
         lengths_S, (num_rows, longest) = inputs["lengths"], inputs["rows"].shape[1:]
         device, num_tokens = lengths_S.device, inputs["input_ids"].shape[1]
         # Everything below is arithmetic on the device. Counts that Python needs come from shapes, which the host knows.

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from vembed.models.plannable import Tower, TowerInputs, TowerName
 
 PADS_TEXTS = {"clip": False, "siglip": True, "siglip2": True}
-"""Whether every text is padded to the full length, unmasked, by the model_type of config.json."""
+"""True for a model_type of config.json whose texts are all padded to the full length, and the padding attended to."""
 
 
 class DualEncoder(TwoTowers, TransformersPictures):
@@ -182,9 +182,9 @@ class DualEncoder(TwoTowers, TransformersPictures):
                 name,
                 parts=(f"model.{name}_model", projection),
                 projection=(projection, f"model.{name}_model.head"),  # CLIP's linear one; SigLIP's pooling heads
-                config=own,
+                config=tower_config,
             )
-            for name, projection, own in towers
+            for name, projection, tower_config in towers
         )
 
     @override
@@ -200,8 +200,8 @@ class DualEncoder(TwoTowers, TransformersPictures):
         config = self.model.config
         towers = (config.text_config, self.max_length), (config.vision_config, self.picture_tokens)
         return max(
-            layer_values(own.num_hidden_layers, own.hidden_size, own.num_attention_heads, length)
-            for own, length in towers
+            layer_values(tower.num_hidden_layers, tower.hidden_size, tower.num_attention_heads, length)
+            for tower, length in towers
         )
 
     @override

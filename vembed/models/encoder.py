@@ -4,7 +4,8 @@
 2. `featurize` (CPU, once per item) tokenizes a text, or decodes and resizes a picture.
 3. `collate` (CPU, once per call) takes some rows and pads them.
 4. `forward` (device, twice per chunk under gradient caching) runs the network.
-5. `towers` names the parts that can train by themselves; `save` writes a folder that `load` reads.
+5. `towers` (plannable.py) names the parts that can train by themselves; `save` (exportable.py) writes a folder that
+   `load` reads.
 
 A new encoder states these, a name and a dimension (CONTRIBUTING.md has one in 40 lines). Everything else has a default:
 facts that hold for all models of a class are class attributes here, the plan's questions stand in `Plannable`, the
@@ -79,7 +80,7 @@ class Encoder(Plannable, Exportable):
     modes: ClassVar[Mapping[str, frozenset[str]]] = {}  # encoder_mode -> model_types of config.json; empty set: any
     reads: ClassVar[frozenset[str]] = frozenset()  # keys of the model that not every class reads (load.COMMON_KEYS)
 
-    # What it takes and gives.
+    # Inputs and outputs.
     name: str  # what it was loaded by
     dimension: int  # E
     max_length: int | None  # tokens of the longest text; None without a limit or a text tower
@@ -149,7 +150,7 @@ class Encoder(Plannable, Exportable):
         return None
 
     def longest_text(self, side: Side) -> int | None:  # noqa: ARG002
-        """Return the tokens that texts of a side are truncated to, None without a limit."""
+        """Return the number of tokens that texts of a side are truncated to, None without a limit."""
         return self.max_length
 
     def parts(self) -> Mapping[str, Encoder]:
@@ -157,11 +158,11 @@ class Encoder(Plannable, Exportable):
         return {"": self}
 
     def facts(self) -> dict[str, str]:
-        """Return what was decided about the model and from which file, for the plan, the report and the card."""
+        """Return each decision about the model with the file that made it, for the plan, the report and the card."""
         return {"similarity": self.similarity}
 
     def describe(self) -> dict[str, str]:
-        """Return the facts, and what of it trains."""
+        """Return the facts and the part that trains, for the plan and the log."""
         background = {} if self.image_background == "white" else {"image_background": self.image_background}
         return self.facts() | background | ({"trains": self.trained.words} if self.trained.words else {})
 
@@ -216,7 +217,7 @@ class Encoder(Plannable, Exportable):
 
     def mixes_rows(self) -> bool:
         """Return whether batch normalisation lets an embedding depend on the other rows of its call in training."""
-        still = set(self.batch_norms()) if self.freeze_batch_norm else set()
-        still |= {module for frozen in self.trained.eval_only for module in frozen.modules()}
+        frozen_norms = set(self.batch_norms()) if self.freeze_batch_norm else set()
+        frozen_norms |= {module for frozen in self.trained.eval_only for module in frozen.modules()}
         # One without running statistics takes those of the call even in evaluation mode.
-        return any(norm not in still or norm.running_mean is None for norm in self.batch_norms())
+        return any(norm not in frozen_norms or norm.running_mean is None for norm in self.batch_norms())

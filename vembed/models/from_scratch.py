@@ -220,7 +220,24 @@ class TinyClip(TwoTowers):
         self.picture_tokens = math.ceil(config.image_size / PATCH_SIDE) ** 2
         bag = NgramBagConfig(dimension=config.dimension, buckets=config.buckets, max_words=config.max_words)
         self.text = NgramBag(bag, name=name)
-        self.vision = _vision_tower(config)
+
+        # Blocks that halve the picture, of which the first is pooled before the others: they have a quarter of the
+        # work. The last layer sees each place on its own, so that left and right are two things.
+        layers: list[nn.Module] = []
+        before, half = 3, config.patch_size // 2  # colours; the stride of the first block
+        for channels in config.channels:
+            convolution = (
+                nn.Conv2d(before, channels, 3, padding=1, bias=False)
+                if layers
+                else nn.Conv2d(before, channels, 2 * half + 1, stride=half, padding=half, bias=False)
+            )
+            nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+            layers += [convolution, nn.MaxPool2d(2, ceil_mode=True), nn.GroupNorm(NORM_GROUPS, channels), nn.ReLU()]
+            before = channels
+        projection = nn.Linear(before * config.sides[-1] ** 2, config.dimension)
+        nn.init.orthogonal_(projection.weight)
+        nn.init.zeros_(projection.bias)
+        self.vision = nn.Sequential(*layers, nn.Flatten(), projection)
         self._pixels: OrderedDict[Image, NDArray[np.uint8]] = OrderedDict()
 
     @classmethod
@@ -328,27 +345,6 @@ class TinyClip(TwoTowers):
         )
         values = 3 * self.config.image_size**2 + VALUES_PER_OUTPUT * outputs
         return math.ceil(values / self.picture_tokens)
-
-
-def _vision_tower(config: TinyClipConfig) -> nn.Sequential:
-    """Build the blocks; the last layer sees each place on its own, so that left and right are two things."""
-    layers: list[nn.Module] = []
-    before = 3  # colours
-    for channels in config.channels:
-        half = config.patch_size // 2
-        convolution = (
-            nn.Conv2d(before, channels, 3, padding=1, bias=False)
-            if layers
-            else nn.Conv2d(before, channels, 2 * half + 1, stride=half, padding=half, bias=False)
-        )
-        nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
-        # Pooled first, the rest has a quarter of the work.
-        layers += [convolution, nn.MaxPool2d(2, ceil_mode=True), nn.GroupNorm(NORM_GROUPS, channels), nn.ReLU()]
-        before = channels
-    projection = nn.Linear(before * config.sides[-1] ** 2, config.dimension)
-    nn.init.orthogonal_(projection.weight)
-    nn.init.zeros_(projection.bias)
-    return nn.Sequential(*layers, nn.Flatten(), projection)
 
 
 _PADDING, _IMAGE, _VIDEO = "<|endoftext|>", "<|image_pad|>", "<|video_pad|>"

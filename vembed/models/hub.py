@@ -57,7 +57,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 """Types of weights by the names of the configuration."""
 
 WEIGHTS_FILE = "model.safetensors"
-"""Where families of our own keep their weights."""
+"""File of the weights of encoders in vembed's own form."""
 
 PICTURES_FILE = "vembed_pictures.json"
 """Says on what background pictures stood in training, where that wasn't white."""

@@ -267,7 +267,14 @@ class AdapterKeys(Section):
         Rule(
             "`trainable` must be all with `use_lora: true`.",
             ("trainable", "use_lora"),
-            lambda config: _two_choices_of_what_trains(config.trainable, config.use_lora),
+            lambda config: (
+                config.use_lora is True
+                and config.trainable != "all"
+                and f"trainable {config.trainable} trains weights of the model, and use_lora true freezes them all and "
+                "trains adapters; set "
+                + (f"lora_towers to {config.trainable}" if config.trainable in PARTS else "trainable to all")
+                + ", or use_lora to false"
+            ),
         ),
         Rule(
             "`load_in_4bit: true` needs `use_lora: true`.",
@@ -328,13 +335,3 @@ def _unknown_builtin(names: tuple[str, ...]) -> str:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             return f"no built-in model {model!r}; did you mean builtin:{nearest}?"
     return ""
-
-
-def _two_choices_of_what_trains(trainable: str, use_lora: bool | str) -> str:
-    if use_lora is not True or trainable == "all":
-        return ""
-    fix = f"set lora_towers to {trainable}" if trainable in PARTS else "set trainable to all"
-    return (
-        f"trainable {trainable} trains weights of the model, and use_lora true freezes them all and trains adapters; "
-        f"{fix}, or use_lora to false"
-    )

@@ -45,7 +45,7 @@ COUNTED = "counted_tokens"
 """Column of features: the places of the tokens of an item that count, ascending."""
 
 VECTORS = "num_vectors"
-"""What features hold of each row beside it: how many vectors it will have."""
+"""Entry of the features with the number of vectors that each row will have."""
 
 
 class TokenHead(nn.Module):

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 TOKENS = "token_embeddings"
 MARKERS: Mapping[Side, str] = {"query": "[Q] ", "document": "[D] "}
-"""What stands before the texts of a side in a model that is new to late interaction: tokens, as PyLate names them."""
+"""Tokens before the texts of a side in a model that is new to late interaction, named as in PyLate."""
 
 PUNCTUATION = tuple(string.punctuation)
 QUERY_LENGTH = 32

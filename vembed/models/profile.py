@@ -50,7 +50,7 @@ TABLE_ROWS = 4096
 """An embedding of at least so many rows is a vocabulary's, not one of positions."""
 
 CANNOT_RUN = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
-"""What models raise that look at values, which fake tensors and the meta device don't have."""
+"""Errors of models that look at values, which fake tensors and the meta device don't have."""
 
 _known: dict[str, ModelSize] = {}
 

@@ -119,7 +119,10 @@ class NgramBag(Encoder):
         """Hash the n-grams of texts; both sides are read alike."""
         rows, num_truncated = [], 0
         for text in texts_of(items):
-            words = _words(text)
+            words: list[str] = []
+            for match in _WORD.findall(text):  # a compound identifier gives its parts, and then itself
+                parts = _PART.findall(match)
+                words += [part.lower() for part in (*parts, match)] if len(parts) > 1 else [match.lower()]
             num_truncated += len(words) > self.config.max_words
             words = words[: self.config.max_words]
             pairs = [self._bucket(f"{first} {second}") for first, second in itertools.pairwise(words)]
@@ -198,17 +201,6 @@ class NgramBag(Encoder):
     def activation_values(self) -> float:
         """Return what an n-gram keeps in values of 4 bytes: four indices of 8 bytes, a weight and its share."""
         return 10.0
-
-
-def _words(text: str) -> list[str]:
-    """Cut a text into lower-case words, compound identifiers into themselves and their parts."""
-    words = []
-    for match in _WORD.findall(text):
-        parts = _PART.findall(match)
-        if len(parts) > 1:
-            words += [part.lower() for part in parts]
-        words.append(match.lower())
-    return words
 
 
 def grams_without_values(count: int) -> dict[str, Tensor]:

@@ -180,8 +180,19 @@ def decide_spec(
             )
         spec = TextSpec(pooling=(family.pooling,), origin={"pooling": f"{family.name}: {family.reason}"})
     max_length, origin_of_length = _decide_length(keys, spec.max_length, config, tokenizer)
-    prompts, origin_of_prompts = _decide_prompts(keys, folder, config, known_by_name=known_by_name)
-    origin = {**spec.origin, "max_seq_length": origin_of_length, **origin_of_prompts}
+    origin = {**spec.origin, "max_seq_length": origin_of_length}
+
+    # An empty prompt of the user's means none; only None leaves the choice to the files, and then to the name.
+    name, known = known_prompts(keys.model_name, config, keys.encoder_mode) if known_by_name else ("", {})
+    in_files: Mapping[Side, str] = {} if folder is None else folder.prompts
+    asked: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
+    prompts: dict[Side, str] = {}
+    for side, prompt in asked.items():
+        prompts[side] = in_files.get(side, known.get(side, "")) if prompt is None else prompt
+        if prompt is None and prompts[side]:
+            by_name = f"known for {name}; {side}_prompt: '' turns it off"
+            origin[f"{side}_prompt"] = GENERAL_FILE if side in in_files else by_name
+
     pooling = asked_pooling(keys)
     if pooling is not None:
         spec, origin["pooling"] = replace(spec, pooling=(pooling,)), "pooling_method"
@@ -238,6 +249,12 @@ def position_offset(config: PreTrainedConfig) -> int:
         return 0
     pad = getattr(config, "pad_token_id", None)
     return (pad if isinstance(pad, int) else 1) + 1
+
+
+def position_padding_id(config: PreTrainedConfig) -> int | None:
+    """Return the padding id that the positions of RoBERTa-like models begin behind; None where they begin at 0."""
+    offset = position_offset(config)
+    return offset - 1 if offset else None
 
 
 def _steady_length(config: PreTrainedConfig) -> int | None:
@@ -320,21 +337,3 @@ def known_prompts(name: str, config: PreTrainedConfig, mode: str = "auto") -> tu
         if config.model_type in family.types and named:
             return family.name, {"query": family.query, "document": family.document}
     return "", {}
-
-
-def _decide_prompts(
-    keys: ModelKeys, folder: TextFolder | None, config: PreTrainedConfig, *, known_by_name: bool
-) -> tuple[dict[Side, str], dict[str, str]]:
-    """Return each side's prompt, and the origin of those that the user didn't set."""
-    # An empty prompt of the user's means none; only None leaves the choice to the files, and then to the name.
-    family, known = known_prompts(keys.model_name, config, keys.encoder_mode) if known_by_name else ("", {})
-    in_files: Mapping[Side, str] = {} if folder is None else folder.prompts
-    asked: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
-    prompts: dict[Side, str] = {}
-    origin: dict[str, str] = {}
-    for side, prompt in asked.items():
-        prompts[side] = in_files.get(side, known.get(side, "")) if prompt is None else prompt
-        if prompt is None and prompts[side]:
-            by_name = f"known for {family}; {side}_prompt: '' turns it off"
-            origin[f"{side}_prompt"] = GENERAL_FILE if side in in_files else by_name
-    return prompts, origin

@@ -338,12 +338,12 @@ class Qwen3VL(Qwen2VL):
     @override
     def prepare(self, network: Any) -> None:
         super().prepare(network)
+
         # transformers adds by a mask, whose tokens it counts on the device, and waits for it.
-        network.language_model._deepstack_process = _add_at
+        def add_at(x_RTH: Tensor, places_P: Tensor, seen_PH: Tensor) -> Tensor:
+            return x_RTH.flatten(0, 1).index_add(0, places_P, seen_PH.to(x_RTH.dtype)).view_as(x_RTH)
 
-
-def _add_at(x_RTH: Tensor, places_P: Tensor, seen_PH: Tensor) -> Tensor:
-    return x_RTH.flatten(0, 1).index_add(0, places_P, seen_PH.to(x_RTH.dtype)).view_as(x_RTH)
+        network.language_model._deepstack_process = add_at
 
 
 # --- A SigLIP, a projector and a language model: pictures are squares of one size, one or several each ----------------

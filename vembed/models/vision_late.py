@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 HEAD_FOLDER = "1_Dense"
 TOKENS = "token_embeddings"
 OWN = "late_interaction"
-"""What the settings file holds our choice of vectors under."""
+"""Key of the settings file with the choice of vectors."""
 
 FILLING_TOKENS = 10
 """Tokens at the end of a text that stand for words that it leaves out."""

@@ -20,10 +20,10 @@ LOSS_STRIP_TILES = 10
 """Tiles that the loss keeps at most to save a matrix product, where one direction is trained."""
 
 WHOLE_COPIES = 4
-"""What autograd holds of a loss over the whole matrix: similarities, logits, their exponentials and a gradient."""
+"""Matrices that autograd keeps for a loss over the whole matrix: similarities, logits, exponentials and a gradient."""
 
 GRAM_COPIES = 6
-"""What a loss over the products of all dims holds of them: sums of both sides, and slopes and products of one."""
+"""Matrices of E x E that a loss over the products of all dims holds: sums of both sides, slopes and products of one."""
 
 
 # The model ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ FIT_FACTOR, FIT_SHARE = 1.1, 0.95
 """A step fits when 1.1 x prediction + reserve is at most 95% of the memory."""
 
 FULL_PRECISION_SLOWDOWN = 8.0
-"""How much slower an accelerator computes in float32 than in half precision."""
+"""Time of a product in float32 over its time in half precision, on an accelerator."""
 
 Strategy = Literal["single", "ddp", "ddp_gradcache", "fsdp", "fsdp_lora"]
 Mode = Literal["fast", "lean", "sharded"]

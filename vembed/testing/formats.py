@@ -225,9 +225,9 @@ class FormatContract:
     def test_a_missing_column_is_told_by_the_first_rows_and_no_file_stays_open(self, tmp_path: Path) -> None:
         path = self.file(tmp_path, pairs(500))
         before = len(list(OPEN_FILES.iterdir())) if OPEN_FILES.exists() else 0
-        peek = read(str(path), "train").peek()
-        assert peek.modalities == {"text"}
-        assert [*peek.columns.used] == ["query", "positive"]
+        columns, modalities = read(str(path), "train").peek()
+        assert modalities == {"text"}
+        assert [*columns.used] == ["query", "positive"]
         assert next(iter(iter_rows(path)))[1] == pairs(1)[0]
         assert not OPEN_FILES.exists() or len(list(OPEN_FILES.iterdir())) == before
         if self.any_columns:

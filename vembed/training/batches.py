@@ -63,8 +63,8 @@ PICTURE_CHARACTERS = 1024
 class Batches(Protocol):
     """Source of the batches that the loop trains on."""
 
-    def batch(self, step: int) -> PreparedBatch:
-        """Return the batch of a step, counted from 0.
+    def batch(self, number: int) -> PreparedBatch:
+        """Return a batch by its number, counted from 0 over all epochs; an optimizer step takes one or several.
 
         Raises:
             DataError: A picture can't be read any more.
@@ -108,10 +108,10 @@ class PreparedBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchSource:
-    """Makes the batch of any step from nothing but the number of the step."""
+    """Makes any batch from nothing but its number, counted from 0 over all epochs."""
 
     records: RecordTable
-    sampler: GlobalSampler  # which records make up which step
+    sampler: GlobalSampler  # which records make up which batch
     encoder: Encoder
     device: torch.device
     augmenter: Augmenter
@@ -124,23 +124,23 @@ class BatchSource:
     tells_source: bool = False  # whether each batch comes from one of several sources
     accumulated: int = 1  # most batches of an optimizer step
 
-    def batch(self, step: int) -> PreparedBatch:
-        """Return the batch of a step, counted from 0.
+    def batch(self, number: int) -> PreparedBatch:
+        """Return a batch by its number, counted from 0 over all epochs; an optimizer step takes one or several.
 
         Raises:
             DataError: A picture can't be read any more.
         """
-        return self.prepared(self.features(step))
+        return self.prepared(self.features(number))
 
-    def features(self, step: int) -> FeaturedBatch:
-        """Assign the rows of a step to the ranks, and decode and tokenize those of this rank.
+    def features(self, number: int) -> FeaturedBatch:
+        """Assign the rows of a batch to the ranks, and decode and tokenize those of this rank.
 
         Raises:
             DataError: A picture can't be read any more.
         """
-        # The records of the step. Augmentation depends on (seed, epoch, row), so that every rank sees the same picture.
-        rows = self.sampler.rows(step).tolist()
-        epoch = step // self.sampler.batches_per_epoch
+        # The batch's records. Augmentation depends on (seed, epoch, row), so that every rank sees the same picture.
+        rows = self.sampler.rows(number).tolist()
+        epoch = number // self.sampler.batches_per_epoch
         records = [
             self.augmenter.record(record, row=row, epoch=epoch)
             for record, row in zip(self.records.take(rows), rows, strict=True)
@@ -175,7 +175,7 @@ class BatchSource:
             count_masked(batch) if self.counts_masked else None,
             assignment,
             tuple(parts),
-            self.sampler.share(step, self.accumulated),
+            self.sampler.share(number, self.accumulated),
         )
 
     def prepared(self, featured: FeaturedBatch) -> PreparedBatch:

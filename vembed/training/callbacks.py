@@ -106,11 +106,13 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
-        for each in callbacks:
-            if isinstance(each, type) or not (callable(each) or any(hasattr(each, name) for name in _METHODS.values())):
+        for callback in callbacks:
+            if isinstance(callback, type) or not (
+                callable(callback) or any(hasattr(callback, name) for name in _METHODS.values())
+            ):
                 raise TypeError(
-                    f"callbacks: {each!r} is no callback; give a function of an event, or an object with some of the "
-                    f"methods {', '.join(_METHODS.values())}"
+                    f"callbacks: {callback!r} is no callback; give a function of an event, or an object with some of "
+                    f"the methods {', '.join(_METHODS.values())}"
                 )
         self._callbacks = tuple(callbacks)
         self.failure: Exception | None = None  # what the first callback that failed has raised
@@ -118,27 +120,27 @@ class Callbacks:
     @property
     def names(self) -> str:
         """The callbacks by name, which must be the same on every rank."""
-        return ", ".join(getattr(each, "__name__", type(each).__name__) for each in self._callbacks)
+        return ", ".join(getattr(callback, "__name__", type(callback).__name__) for callback in self._callbacks)
 
     def hear(self, kind: type[Event]) -> bool:
         """Return whether any callback listens to events of a kind."""
-        return any(callable(each) or hasattr(each, _METHODS[kind]) for each in self._callbacks)
+        return any(callable(callback) or hasattr(callback, _METHODS[kind]) for callback in self._callbacks)
 
-    def ask(self, event: Event, ranks: Ranks) -> Decision:
+    def notify(self, event: Event, ranks: Ranks) -> Decision:
         """Tell all callbacks of an event and return what they decide, the same on every rank.
 
-        A callback that fails is the last that is asked: `failure` keeps its error.
+        A callback that fails is the last that hears of it: `failure` keeps its error.
         """
         if self.failure is not None or not self.hear(type(event)):
             return Decision()
-        decision = ranks.from_first(lambda: self._ask(event))
+        decision = ranks.from_first(lambda: self._notify_here(event))
         # The error itself may not survive pickling. The other ranks make one of its words, so that all of them save the
         # step and end at the same line of the loop.
         if decision.failed is not None and self.failure is None:
             self.failure = MachineError(f"{decision.failed} on the first process, which tells why")
         return decision
 
-    def _ask(self, event: Event) -> Decision:
+    def _notify_here(self, event: Event) -> Decision:
         name = _METHODS[type(event)]
         stop: str | None = None
         rate: float | None = None

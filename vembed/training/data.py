@@ -83,16 +83,16 @@ def _refuse_missing_negatives(config: Config, data: RunData) -> None:
     parts = [(" and ".join(data.sources), loss, slice(None))]
     if config.source_batches == "single":
         parts = [(path, loss.for_source(place), slice(place, place + 1)) for place, path in enumerate(data.sources)]
-    for where, own, rows in parts:
-        num_rows, num_positives, num_negatives = (int(each[rows].sum()) for each in counts.values())
+    for where, part_loss, rows in parts:
+        num_rows, num_positives, num_negatives = (int(counts_S[rows].sum()) for counts_S in counts.values())
         # Scores of a teacher are compared within a row: with one document there is nothing to compare.
         alone = num_positives + num_negatives == num_rows
-        if alone and teacher_gives_scores(config) and not {"pairs", "positives"} & set(own.needs().takes):
+        if alone and teacher_gives_scores(config) and not {"pairs", "positives"} & set(part_loss.needs().takes):
             raise DataError(
-                f"{where}: loss_type {own.name} learns nothing from rows of one document, and all are; add the column "
-                f"negatives"
+                f"{where}: loss_type {part_loss.name} learns nothing from rows of one document, and all are; add "
+                f"the column negatives"
             )
-        what = own.row_negatives(config)
+        what = part_loss.row_negatives(config)
         if what and not num_negatives:
             mined = "" if config.label_kind in {"pair", "grade"} else "let the run find some (mine=once), "
             raise DataError(

@@ -168,7 +168,7 @@ def _refuse_wrong_data(config: Config, modalities: dict[str, frozenset[Modality]
     """Refuse data that are missing or wrong by their first rows, and add what those rows hold to `modalities`."""
 
     def look(source: DataSource) -> None:
-        modalities[source.path] = source.peek().modalities
+        _, modalities[source.path] = source.peek()
 
     sources = all_sources(config, config.loss_needs())
     _refuse_all(source.refuse_missing for source in sources)

@@ -35,7 +35,7 @@ FINAL = "final"
 """The result of the kept model on the verdict's set, whose vectors the report shows."""
 
 REVERSED_SUFFIX = "-reversed"
-"""What the folder of a result has behind its name where the documents asked."""
+"""Suffix of the folder of a result whose queries are the set's documents."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,17 @@ def finish_run(run: Run, baseline: EvaluationResult) -> RunResult:
         last = evaluations.last(state.step) if keeps_another and run.checkpoints.manager.best() is not None else None
 
     # 2. Export the kept weights, put together on the first rank where they are sharded.
-    kept_step = _load_kept(run)
+    kept_step = state.step
+    if state.best_metric is not None:
+        # The encoder still has the weights of the last step, which may have found no room for a checkpoint.
+        loaded = None if state.best_step == state.step else run.checkpoints.load_best()
+        kept_step = state.step if loaded is None else loaded
+        if kept_step == state.best_step:
+            _log.info("%-*s  step %d, the best on the dev set", LABEL_COLUMNS, "kept", kept_step)
+        else:
+            _log.warning(
+                "step %d was the best, but has no whole checkpoint; step %d is kept", state.best_step, kept_step
+            )
     whole = gather_encoder(encoder, ranks, run.fresh_encoder)
     ranks.from_first(lambda: _export(run, whole, kept_step))
 
@@ -125,21 +135,6 @@ def finish_run(run: Run, baseline: EvaluationResult) -> RunResult:
         return result
 
     return ranks.from_first(conclude)
-
-
-def _load_kept(run: Run) -> int:
-    """Put the weights that are kept into the encoder and return their step."""
-    state = run.state
-    if state.best_metric is None:
-        return state.step
-    # The encoder still has those of the last step, which may have found no room for a checkpoint.
-    loaded = None if state.best_step == state.step else run.checkpoints.load_best()
-    kept_step = state.step if loaded is None else loaded
-    if kept_step == state.best_step:
-        _log.info("%-*s  step %d, the best on the dev set", LABEL_COLUMNS, "kept", kept_step)
-    else:
-        _log.warning("step %d was the best, but has no whole checkpoint; step %d is kept", state.best_step, kept_step)
-    return kept_step
 
 
 def _export(run: Run, encoder: Encoder | None, kept_step: int) -> None:

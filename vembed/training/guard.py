@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -19,19 +18,6 @@ if TYPE_CHECKING:
     from vembed.distributed.signals import Agree
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """Numbers of a step, known before its gradients change any weight."""
-
-    step: int  # its number, 1 for the first
-    loss: float
-    grad_norm: float  # L2 norm over all gradients, before clipping
-    record_ids: Sequence[int]
-    temperature: float | None  # of the loss; None when it has none
-    # returns module -> L2 norm of its gradients; called only when something isn't finite
-    module_norms: Callable[[], Mapping[str, float]]
 
 
 class NonFiniteGuard:
@@ -65,8 +51,23 @@ class NonFiniteGuard:
         self.skipped = skipped
         self._agree = agree
 
-    def accepts(self, facts: StepFacts) -> bool:
+    def accepts(
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        record_ids: Sequence[int],
+        temperature: float | None,
+        module_norms: Callable[[], Mapping[str, float]],
+    ) -> bool:
         """Return whether the step's gradients may change the weights.
+
+        Args:
+            step: Its number, 1 for the first.
+            grad_norm: L2 norm over all gradients, before clipping.
+            temperature: That of the loss; None where it has none.
+            module_norms: Returns module -> L2 norm of its gradients; called only where something isn't finite.
 
         Returns:
             False when the step is to be skipped.
@@ -75,19 +76,34 @@ class NonFiniteGuard:
             NonFiniteError: The policy is "stop", or the limit is used up.
         """
         # Both are asked: a loss can overflow while its gradients stay finite, and gradients while the loss does.
-        if self._agree(math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)):
+        if self._agree(math.isfinite(loss) and math.isfinite(grad_norm)):
             return True
 
         # All ranks are here, also those whose own numbers are finite: the norms are sums over the shards of all.
-        norms = facts.module_norms()
-        report = self._report(facts, norms)
-        numbers = (("the loss", facts.loss), ("the gradient norm", facts.grad_norm))
+        norms = module_norms()
+        content = {
+            "step": step,
+            "loss": _number(loss),
+            "grad_norm": _number(grad_norm),
+            "temperature": None if temperature is None else _number(temperature),
+            "module_grad_norms": {name: _number(norm) for name, norm in norms.items()},
+            "record_ids": list(record_ids),
+        }
+        report = Path(f"nonfinite-step-{step}.json")
+        if self._folder is not None:  # else another rank writes: it has the same batch and norms
+            report = self._folder / report
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                replace_text(report, json.dumps(content, indent=1, allow_nan=False) + "\n")
+            except OSError as error:  # a disk that refuses must not hide the error that is reported
+                _log.warning("%s can't be written: %s", report, error)
+        numbers = (("the loss", loss), ("the gradient norm", grad_norm))
         parts = [f"{name} is {_number(value)}" for name, value in numbers if not math.isfinite(value)]
         parts = parts or ["another process has a loss or gradient that is not finite"]
         if modules := [name for name, norm in norms.items() if not math.isfinite(norm)]:
             rest = f" and {len(modules) - 3} more modules" if len(modules) > 3 else ""
             parts.append(f"with gradients that are not finite in {', '.join(modules[:3])}{rest}")
-        what = f"step {facts.step}: {', '.join(parts)}"
+        what = f"step {step}: {', '.join(parts)}"
 
         if self._policy == "stop" or self.skipped >= self._limit:
             if self._policy == "skip":
@@ -99,27 +115,6 @@ class NonFiniteGuard:
         self.skipped += 1
         _log.warning("%s; step skipped (%d of at most %d), see %s", what, self.skipped, self._limit, report)
         return False
-
-    def _report(self, facts: StepFacts, norms: Mapping[str, float]) -> Path:
-        """Write what is known of the step; a disk that refuses must not hide the numbers' own error."""
-        path = Path(f"nonfinite-step-{facts.step}.json")
-        if self._folder is None:  # the rank that writes has the same batch and norms
-            return path
-        path = self._folder / path
-        content = {
-            "step": facts.step,
-            "loss": _number(facts.loss),
-            "grad_norm": _number(facts.grad_norm),
-            "temperature": None if facts.temperature is None else _number(facts.temperature),
-            "module_grad_norms": {name: _number(norm) for name, norm in norms.items()},
-            "record_ids": list(facts.record_ids),
-        }
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            replace_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-        except OSError as error:
-            _log.warning("%s can't be written: %s", path, error)
-        return path
 
 
 def _number(value: float) -> float | str:

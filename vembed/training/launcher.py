@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -15,16 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Effective(NamedTuple):
-    """A configuration with what the launcher says about keys that the user left alone."""
-
-    config: Config
-    launcher: str  # who started this process as one of several, with the file that it read; empty when nobody did
-    notes: tuple[str, ...]  # one line for each thing that it asks for
-
-
-def under_launcher(config: Config, sources: Mapping[str, str]) -> Effective:
+def under_launcher(config: Config, sources: Mapping[str, str]) -> tuple[Config, str, tuple[str, ...]]:
     """Lay what the launcher asks for under a configuration.
+
+    Returns:
+        The configuration, with the launcher's values of keys that the user left alone; the launcher that started this
+        process as one of several, with the file that it read, empty without one; and a line for each setting of it.
 
     Raises:
         ConfigError: The launcher asks for what this program has not, or for what contradicts the configuration.
@@ -32,23 +28,24 @@ def under_launcher(config: Config, sources: Mapping[str, str]) -> Effective:
     process = process_env()
     asked = accelerate_settings(process)
     if asked is None:
-        return Effective(config, process.launcher, ())
+        return config, process.launcher, ()
+    origin, settings = asked
     added: dict[str, object] = {}
     notes = []
-    for setting in asked.settings:
+    for setting in settings:
         taken, kept = _judge(config, setting.keys, sources)
         added |= taken
         shown = ", ".join(f"{key}: {_show(value)}" for key, value in taken.items())
         parts = [part for part in (shown, *kept, setting.remark) if part]
-        notes.append(f"{asked.origin} says {setting.words}: {'; '.join(parts)}")
+        notes.append(f"{origin} says {setting.words}: {'; '.join(parts)}")
     if added:
         # Only what was set: defaults would count as the user's own words from here on.
         try:
             config = Config.model_validate(config.model_dump(include=config.model_fields_set) | added)
         except ValidationError as error:
             reasons = "; ".join(str(part.get("ctx", {}).get("error", part["msg"])) for part in error.errors())
-            raise ConfigError(f"{asked.origin} and the configuration contradict each other: {reasons}") from error
-    return Effective(config, asked.origin, tuple(notes))
+            raise ConfigError(f"{origin} and the configuration contradict each other: {reasons}") from error
+    return config, origin, tuple(notes)
 
 
 def _judge(

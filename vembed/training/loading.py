@@ -1,7 +1,7 @@
-"""Batches of coming steps, made ahead by worker processes.
+"""The next batches, made ahead by worker processes.
 
-1. Each worker has the whole `BatchSource` and makes every n-th step's features; a batch is a function of its step, so
-   nothing depends on how many workers there are. torch's DataLoader hands out the steps and keeps the order.
+1. Each worker has the whole `BatchSource` and makes the features of every n-th batch. A batch is a function of its
+   number, so nothing depends on how many workers there are. torch's DataLoader hands out the numbers, in order.
 2. All arrays of a batch come back in one block of shared memory where there is room for it, else through the pipe, like
    the rest. Neither texts nor encoded pictures do: nobody needs them behind this point.
 3. This process makes the pools. A worker computes nothing on a device.
@@ -57,13 +57,13 @@ TOKENIZERS_SWITCH = "TOKENIZERS_PARALLELISM"
 """Read by Hugging Face's tokenizers; unset, they warn of a fork."""
 
 ALIGNMENT = 64
-"""Where an array may begin in a block, in bytes: any type of number can be read there."""
+"""Arrays begin at multiples of so many bytes in a block: any type of number can be read there."""
 
 CLOSE_SECONDS = 10.0
-"""How long workers may take to end what they are at, before they are killed: nothing of theirs is needed then."""
+"""Time that workers have to finish before they are killed: none of their batches is needed any more."""
 
 DYING_SECONDS = 2.0
-"""How long after an error it may turn out that a worker's death was its cause."""
+"""Time after an error in which the death of a worker, its cause, may still show."""
 
 _SIGNS_OF_DEATH = (RuntimeError, OSError, EOFError)
 _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -71,7 +71,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class BatchLoader:
-    """The batches of a `BatchSource`, made ahead in the order of their steps.
+    """The batches of a `BatchSource`, made ahead in the order of their numbers.
 
     Use as a context manager around all that may wait for a batch: leaving it ends the workers, and an error that a dead
     worker caused leaves it as a `MachineError`. Workers start with the first batch.
@@ -91,7 +91,7 @@ class BatchLoader:
         self._loading = loading
         self._num_batches = num_batches
         self._pin_memory = pin_memory
-        self._next_step = -1
+        self._next_number = -1
         self._iterator: Any = None
 
     @property
@@ -99,22 +99,22 @@ class BatchLoader:
         """Device of the encoder."""
         return self._source.device
 
-    def batch(self, step: int) -> PreparedBatch:
-        """Return the batch of a step, counted from 0; after the first call, of the step after the last one.
+    def batch(self, number: int) -> PreparedBatch:
+        """Return a batch by its number, counted from 0; after the first call, only the one after the last.
 
         Raises:
             DataError: A picture can't be read any more.
-            ValueError: The step is out of order.
+            ValueError: The number is out of order.
         """
         if self._iterator is None:
-            self._start(step)
+            self._start(number)
         # DataLoader gives batches in the order of its sampler alone. A caller that skips one would train on another.
-        if step != self._next_step:
-            raise ValueError(f"step {step} is asked for, and step {self._next_step} comes next")
+        if number != self._next_number:
+            raise ValueError(f"batch {number} is asked for, and batch {self._next_number} comes next")
         parcel = next(self._iterator)
-        if isinstance(parcel, _Failure):
-            raise parcel.error
-        self._next_step += 1
+        if isinstance(parcel, VembedError):
+            raise parcel
+        self._next_number += 1
         return self._source.prepared(parcel.unpacked())
 
     def __enter__(self) -> Self:
@@ -140,18 +140,18 @@ class BatchLoader:
         """The processes: DataLoader has no public name for them."""
         return [] if self._iterator is None else list(self._iterator._workers)
 
-    def _start(self, step: int) -> None:
-        """Fork the workers, for all steps from one on."""
+    def _start(self, number: int) -> None:
+        """Fork the workers, for all batches from one on."""
         num_workers = self._loading.num_workers
         # Once for all. DataLoader sets torch's handler at its first start, which would be inside the block below: that
         # puts the handler from before it back, and a worker's death would go unnoticed.
         signal_handling._set_SIGCHLD_handler()
         with _ready_to_fork(), _children_may_die(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # the plan says it
-            loader: DataLoader[_Parcel | _Failure] = DataLoader(
-                _FeaturedSteps(self._source, num_workers, os.getpid()),
+            loader: DataLoader[_Parcel | VembedError] = DataLoader(
+                _FeaturedBatches(self._source, num_workers, os.getpid()),
                 batch_size=None,
-                sampler=range(step, self._num_batches),
+                sampler=range(number, self._num_batches),
                 num_workers=num_workers,
                 prefetch_factor=self._loading.batches_ahead // num_workers,
                 collate_fn=lambda made: made,  # DataLoader's own would make tensors of it
@@ -161,7 +161,7 @@ class BatchLoader:
                 generator=torch.Generator(),  # else the workers' seeds would be drawn from the run's own generator
             )
             self._iterator = iter(loader)
-        self._next_step = step
+        self._next_number = number
 
     def _close(self) -> None:
         """End the workers, politely for some seconds."""
@@ -240,27 +240,20 @@ def block_bytes(num_bytes: int) -> int:
     return max(1, -(-num_bytes // step)) * step
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error that is the user's to fix, on its way from a worker: it is to be raised as it is."""
-
-    error: VembedError
-
-
-class _FeaturedSteps(Dataset["_Parcel | _Failure"]):
-    """The steps as DataLoader sees them: item i is the batch of step i."""
+class _FeaturedBatches(Dataset["_Parcel | VembedError"]):
+    """The batches as DataLoader sees them: item i is batch i, or the error that the user has to fix."""
 
     def __init__(self, source: BatchSource, num_workers: int, parent: int) -> None:
         self.source = source
         self.parent = parent
         self._num_workers = num_workers
 
-    def __getitem__(self, step: int) -> _Parcel | _Failure:
+    def __getitem__(self, number: int) -> _Parcel | VembedError:
         try:
-            return _Parcel.of(self.source.features(step), self._num_workers)
+            return _Parcel.of(self.source.features(number), self._num_workers)
         except VembedError as error:
             # Raised here, it would come back from DataLoader with the worker's traceback as its message.
-            return _Failure(error)
+            return error
 
 
 @contextmanager
@@ -307,15 +300,15 @@ def _become_worker(number: int) -> None:  # noqa: ARG001 - the signature that Da
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_SIGNALS)
     info = get_worker_info()
     assert info is not None
-    steps = info.dataset
-    assert isinstance(steps, _FeaturedSteps)
+    batches = info.dataset
+    assert isinstance(batches, _FeaturedBatches)
     # The kernel ends this process with the thread that forked it, so that no worker outlives a killed run.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != steps.parent:  # it died before the line above
+    if os.getppid() != batches.parent:  # it died before the line above
         os._exit(1)
     # Pages of the weights are shared until the parent's first update writes to them; then each worker would hold the
     # old ones, a whole model per worker. Making features needs no weights.
-    encoder = steps.source.encoder
+    encoder = batches.source.encoder
     for tensor in (*encoder.parameters(), *encoder.buffers()):
         if tensor.device.type == "cpu" and not is_shared(tensor):
             tensor.data = tensor.new_empty(0)

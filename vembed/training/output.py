@@ -45,7 +45,8 @@ log is deleted last: what a kill leaves of a folder can still be told from other
 OWN_PATTERNS = ("nonfinite-step-*.json", "metrics.jsonl.broken-*", "rows/*-????????????????.jsonl", "rows/.*.tmp")
 
 EARLY_END = ["exit.json"]
-"""What a run of several processes leaves that failed before it began to write; beside other files it marks nothing."""
+"""Content of the folder of a run of several processes that failed before it began to write. Beside other files it is no
+mark of a run."""
 
 
 class _LogFile(logging.FileHandler):

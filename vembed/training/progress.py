@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 FIRST_SILENCE_SECONDS, LONGEST_SILENCE_SECONDS = 10.0, 60.0
-"""How long a step may pass without a line: short at first, twice as long after each line."""
+"""Longest time of a step without a line: short at first, twice as long after each line."""
 
 POLL_SECONDS = 1.0
 
@@ -192,8 +192,8 @@ class Heartbeat:
         finally:
             self._running = None
 
-    def spoken(self) -> None:
-        """Begin the silence anew: something else was said."""
+    def reset(self) -> None:
+        """Begin the silence anew: something else was logged."""
         self._spoke = time.monotonic()
 
     def _run(self) -> None:
@@ -205,4 +205,4 @@ class Heartbeat:
                 continue
             _log.info("step %d: %s", running[0], self._doing())
             self._silence = min(2 * self._silence, LONGEST_SILENCE_SECONDS)
-            self.spoken()
+            self.reset()

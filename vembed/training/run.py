@@ -175,8 +175,10 @@ def _open(config: Config, runtime: Runtime, output: OutputFolder, mode: Mode, st
         stack: Closed at the end of the run; holds the lock of the output folder, train.log and this rank's log level.
     """
     ranks, watchdog, words, trains = runtime.ranks, runtime.watchdog, runtime.watchdog.words, mode == "train"
-    if not ranks.is_first:
-        stack.enter_context(_only_warnings())
+    if not ranks.is_first:  # the log lines are the first rank's
+        logger = logging.getLogger("vembed")
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.WARNING)
     if trains:
         ranks.from_first(lambda: stack.enter_context(hold_output(output.path)))
     checkpoint = find_checkpoint(config, runtime, output) if trains else None
@@ -285,7 +287,8 @@ def _load_model(
 class Run:
     """A run whose data are read, whose plan is made and whose model is loaded.
 
-    The parts that the loop works with are properties, made when they are first asked for.
+    The parts that the loop works with are properties, made when they are first asked for, and they keep what they see
+    then. `_train` sets sampler, state, trackers and stop, in this order; ask for guard, engine or evaluations after it.
     """
 
     config: Config
@@ -486,7 +489,7 @@ def _train(run: Run, plan_text: str, stop: StopSignal | None) -> RunResult:
 
         words.doing = "finishing"
         result = finish_run(run, baseline)
-        run.callbacks.ask(EndEvent(result), ranks)
+        run.callbacks.notify(EndEvent(result), ranks)
         words.doing = "telling the trackers"  # uploading a large model takes long; no other rank waits for it
         track_end(run, result)
         if run.callbacks.failure is not None:
@@ -607,15 +610,3 @@ def _errors_explained(watchdog: Watchdog) -> Iterator[None]:
         if advice is None:
             raise
         raise MachineError(f"{advice}{watchdog.words}") from error
-
-
-@contextmanager
-def _only_warnings() -> Iterator[None]:
-    """Leave the log lines to the first rank inside the block."""
-    logger = logging.getLogger("vembed")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

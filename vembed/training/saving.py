@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 PARTS = ("model", "loss", "optimizer")
 
 ELASTIC_KEYS = ("strategy", "mode", "sharding_factor", "world_size")
-"""How the work is spread: another way computes the same, in another order of adding up."""
+"""Keys of how the work is spread: other values give the same sums, added up in another order."""
 
 LATER_KEYS = ("teacher",)
 """Parts of a run's identity that its checkpoints once didn't have; one without says nothing of them."""
@@ -68,7 +68,7 @@ MODEL_MARGIN = 1.1
 """The room that a model's folder is given, for each byte of its weights: tokenizer and settings come with them."""
 
 ROW_BYTES = 600
-"""What a step takes in metrics.jsonl, about."""
+"""Approximate size of a step's row in metrics.jsonl."""
 
 _log = logging.getLogger(__name__)
 
@@ -224,16 +224,16 @@ def load_module(module: nn.Module, tensors: Mapping[str, Saved]) -> None:
     Raises:
         ConfigError: When they are another module's.
     """
-    own = module_tensors(module)
-    if own.keys() != tensors.keys() or any(tuple(own[name].shape) != tuple(tensors[name].shape) for name in own):
-        differing = sorted(
-            name for name in own.keys() | tensors.keys()
-            if name not in own or name not in tensors or tuple(own[name].shape) != tuple(tensors[name].shape)
-        )  # fmt: skip
+    present = module_tensors(module)
+    differing = sorted(
+        name for name in present.keys() | tensors.keys()
+        if name not in present or name not in tensors or tuple(present[name].shape) != tuple(tensors[name].shape)
+    )  # fmt: skip
+    if differing:
         raise ConfigError(
             f"the checkpoint holds another model: {len(differing)} tensors differ, the first is {differing[0]}"
         )
-    for name, tensor in own.items():
+    for name, tensor in present.items():
         load_into(tensor, tensors[name])
 
 
@@ -285,8 +285,8 @@ def refuse_other_run(checkpoint: LoadedCheckpoint, identity: Mapping[str, JSON],
             f"resume_elastic=true to continue: the global batches stay the same, the numbers agree to rounding and no "
             f"longer bit for bit. Or resume as it was saved"
         )
-    for each in spread:
-        _log.info("resume_elastic: %s", each)
+    for line in spread:
+        _log.info("resume_elastic: %s", line)
 
 
 def stamp_differences(saved: Mapping[str, JSON], current: Mapping[str, JSON]) -> dict[str, str]:
@@ -349,7 +349,7 @@ class DiskNeeds:
         cls, encoder: Encoder, loss: nn.Module, plan: Plan, keys: OutputKeys, output: OutputFolder, *, embeddings: int
     ) -> DiskNeeds:
         """Count, from the tensors and from when the run saves."""
-        trained = (each for each in chain(encoder.parameters(), loss.parameters()) if each.requires_grad)
+        trained = (parameter for parameter in chain(encoder.parameters(), loss.parameters()) if parameter.requires_grad)
         weights = bytes_of((*module_tensors(encoder).values(), *module_tensors(loss).values()))
         total, every = plan.steps.total, plan.steps.eval_every
         # Steps at which a save is certain; those by the clock and those of a new best can only be bounded.
@@ -419,7 +419,8 @@ class DiskNeeds:
 
 def free_bytes(folder: Path) -> int:
     """Return the bytes that can be written where a folder lies, or will lie."""
-    return free_disk_bytes(next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()))
+    folders = (folder.absolute(), *folder.absolute().parents)
+    return free_disk_bytes(next(existing for existing in folders if existing.exists()))
 
 
 # The model of a run, and of a checkpoint ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where the time of a step went and what memory it took, as metrics.jsonl gives them, and how the ranks differ in both.
+"""Time and memory of a step by part, as metrics.jsonl has them, and how the ranks differ in both.
 
 Each rank measures itself. What differs between ranks is gathered once in a logging interval, in one small collective,
 and the row of that step says how far they lie apart.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,18 +40,8 @@ def seconds_of_parts(
     Args:
         alone: Whether there is one rank, which neither waits for others nor reduces anything.
     """
-    own = {f"{name}_seconds": seconds for name, seconds in parts.items() if not (alone and name in SHARED_PARTS)}
-    return {"step_seconds": step_seconds, "data_seconds": data_seconds, **own}
-
-
-@dataclass(frozen=True, slots=True)
-class RankReading:
-    """Numbers of all ranks since the reading before."""
-
-    # Name -> the number of each rank, in their order: times and tokens are means of a step, loss and memory the latest.
-    # A number that is measured nowhere is left out.
-    by_rank: Mapping[str, tuple[float, ...]]
-    summary: Mapping[str, float]  # how far they lie apart, as the row of the step has it
+    of_parts = {f"{name}_seconds": seconds for name, seconds in parts.items() if not (alone and name in SHARED_PARTS)}
+    return {"step_seconds": step_seconds, "data_seconds": data_seconds, **of_parts}
 
 
 class RankMeter:
@@ -79,19 +68,25 @@ class RankMeter:
         self._loss = loss
         self._num_steps += 1
 
-    def read(self) -> RankReading:
-        """Gather the numbers of all ranks and begin anew. Every rank must call it at the same step."""
+    def read(self) -> tuple[dict[str, tuple[float, ...]], dict[str, float]]:
+        """Gather the numbers of all ranks and begin anew. Every rank must call it at the same step.
+
+        Returns:
+            Name -> the number of each rank, in their order: times and tokens are means of a step, loss and memory the
+            latest; a number that is measured nowhere is left out. And how far the ranks lie apart, as the row of the
+            step has it.
+        """
         load = utilisation(self._device)
         means = [total / max(1, self._num_steps) for total in self._sums.values()]
-        own = [*means, self._loss, peak_memory_bytes(self._device), math.nan if load is None else load]
+        numbers = [*means, self._loss, peak_memory_bytes(self._device), math.nan if load is None else load]
         self._sums, self._num_steps = dict.fromkeys(AVERAGED, 0.0), 0
         # In float64, as float32 doesn't hold every count of bytes beyond 2^24. NaN: the rank can't measure it.
         device = "cpu" if self._ranks.is_one else self._device  # alone nothing has to go through a device
-        x_1M = torch.tensor([own], dtype=torch.float64, device=device)
+        x_1M = torch.tensor([numbers], dtype=torch.float64, device=device)
         x_WM = self._ranks.gather_rows(x_1M, [1] * self._ranks.world_size).tolist()
         columns = {name: tuple(row[place] for row in x_WM) for place, name in enumerate(NUMBERS_M)}
         by_rank = {name: values for name, values in columns.items() if not all(map(math.isnan, values))}
-        return RankReading(by_rank, summarise(by_rank))
+        return by_rank, summarise(by_rank)
 
 
 def summarise(by_rank: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
@@ -101,22 +96,22 @@ def summarise(by_rank: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
     is the mean share of the time in which a rank neither waited for another nor reduced gradients: what one process,
     which does neither, would have needed, over what these did together.
     """
-    found: dict[str, float] = {}
+    summary: dict[str, float] = {}
     if loads := [load for load in by_rank.get("utilisation", ()) if not math.isnan(load)]:
-        found |= {"device_utilisation": sum(loads) / len(loads), "least_device_utilisation": min(loads)}
+        summary |= {"device_utilisation": sum(loads) / len(loads), "least_device_utilisation": min(loads)}
     # Ranks meet in every step, so the one that encodes longest holds up all; its number is what to look at.
     encode, steps = by_rank["encode_seconds"], by_rank["step_seconds"]
     if len(steps) == 1:
-        return found
+        return summary
     if sum(by_rank["tokens"]) > 0:
-        found["token_imbalance"] = max(by_rank["tokens"]) / _mean(by_rank["tokens"])
+        summary["token_imbalance"] = max(by_rank["tokens"]) / _mean(by_rank["tokens"])
     if sum(encode) > 0:
-        found |= {"encode_imbalance": max(encode) / _mean(encode), "slowest_rank": encode.index(max(encode))}
-    found["largest_rank_memory_bytes"] = max(by_rank["peak_memory_bytes"])
+        summary |= {"encode_imbalance": max(encode) / _mean(encode), "slowest_rank": encode.index(max(encode))}
+    summary["largest_rank_memory_bytes"] = max(by_rank["peak_memory_bytes"])
     if min(steps) > 0:
         shared = zip(by_rank["wait_seconds"], by_rank["reduce_seconds"], steps, strict=True)
-        found["scaling_efficiency"] = _mean(tuple(1 - (wait + reduce) / step for wait, reduce, step in shared))
-    return found
+        summary["scaling_efficiency"] = _mean(tuple(1 - (wait + reduce) / step for wait, reduce, step in shared))
+    return summary
 
 
 def _mean(values: tuple[float, ...]) -> float:

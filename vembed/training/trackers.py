@@ -77,7 +77,7 @@ class Tracker:
     """Python package that it imports, for a message before training where it is missing; empty needs none."""
 
     advice: ClassVar[str] = "leave it out of report_to to run without it"
-    """What a user can do when it fails."""
+    """The user's remedy when it fails."""
 
     def __init__(self, folder: Path, *, resume_step: int = 0, config: Mapping[str, object] | None = None) -> None:
         self.folder = folder

@@ -20,7 +20,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import BytesIO
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import PIL.Image
 import PIL.ImageDraw
@@ -35,7 +35,7 @@ from vembed.data.table_writer import RecordWriter
 from vembed.text import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from vembed.data.keys import Role
 
@@ -111,23 +111,6 @@ class Scene:
             yield Scene(things, self.place, background)
 
 
-class Caption(NamedTuple):
-    """A caption and the description that it puts into words."""
-
-    text: str
-    says: Scene
-
-
-class Spot(NamedTuple):
-    """One shape to draw: its centre and radius in pixels."""
-
-    shape: str
-    colour: str
-    x: int
-    y: int
-    radius: int
-
-
 def load(role: Role) -> LoadedRecords:
     """Return one split: caption -> picture, with a picture that differs in one thing as the hard negative."""
     split = SPLIT_NAMES[role][0]
@@ -138,7 +121,7 @@ def load(role: Role) -> LoadedRecords:
         picture = Image(f"{name}/{index}.png", draw_scene(scene))
         swapped = Image(f"{name}/{index}-swapped.png", draw_scene(swapped_scene(scene)))
         for caption in captions_of(scene, NUM_CAPTIONS[role]):
-            writer.add(caption.text, positives=[picture], negatives=[swapped], file=name, line=index + 1)
+            writer.add(caption, positives=[picture], negatives=[swapped], file=name, line=index + 1)
     facts = f"{name}: {plural(len(writer), 'caption')} of {plural(len(scenes), 'picture')} drawn here, 64 x 64 pixels."
     return LoadedRecords(writer.finish(), (facts,))
 
@@ -155,9 +138,11 @@ def load_retrieval(role: Role) -> RetrievalData:
         for description in scene.described_by():
             shown[description].append(name)
     # Ids are hashes of content, so a caption that two scenes share is one query.
-    captions = [caption for scene in scenes_of(role) for caption in captions_of(scene, NUM_CAPTIONS[role])]
-    queries = {content_name(caption.text): caption.text for caption in captions}
-    qrels = {content_name(caption.text): dict.fromkeys(shown[caption.says], 1) for caption in captions}
+    described: dict[str, Scene] = {}
+    for scene in scenes_of(role):
+        described |= captions_of(scene, NUM_CAPTIONS[role])
+    queries = {content_name(caption): caption for caption in described}
+    qrels = {content_name(caption): dict.fromkeys(shown[says], 1) for caption, says in described.items()}
     return RetrievalData(f"shapes/{split}", queries, documents, qrels)
 
 
@@ -189,20 +174,20 @@ def _splits() -> dict[Role, tuple[Scene, ...]]:
     return splits
 
 
-def captions_of(scene: Scene, count: int) -> list[Caption]:
-    """Return different captions of a scene, chosen by its hash.
+def captions_of(scene: Scene, count: int) -> dict[str, Scene]:
+    """Return different captions of a scene, chosen by its hash, with the description that each puts into words.
 
     Args:
         count: Number of captions, at most 8.
     """
     # Choices are drawn until enough of them differ in words; a scene has 12 captions or more.
-    captions: dict[str, Caption] = {}
+    captions: dict[str, Scene] = {}
     for number in itertools.count():
-        caption = _caption(scene, _hash(scene, f"caption {number}"))
-        captions.setdefault(caption.text, caption)
+        caption, description = _caption(scene, _hash(scene, f"caption {number}"))
+        captions.setdefault(caption, description)
         if len(captions) == count:
             break
-    return list(captions.values())
+    return captions
 
 
 def swapped_scene(scene: Scene) -> Scene:
@@ -219,9 +204,11 @@ def swapped_scene(scene: Scene) -> Scene:
 
 
 def draw_scene(scene: Scene) -> bytes:
-    """Draw a scene as a PNG of 64 x 64 pixels, equal for equal scenes (with one version of Pillow)."""
+    """Draw a scene as a PNG of `SIDE` x `SIDE` pixels, equal for equal scenes (with one version of Pillow)."""
     assert scene.background is not None, "a picture has a background"
-    spots = []
+    behind = BACKGROUNDS[scene.background]
+    canvas = PIL.Image.new("RGB", (SIDE * OVERSAMPLING, SIDE * OVERSAMPLING), behind)
+    pen = PIL.ImageDraw.Draw(canvas)
     for number, thing in enumerate(scene.things):
         assert thing.size is not None, "a drawn object has a size"
         if len(scene.things) == 1:
@@ -229,44 +216,31 @@ def draw_scene(scene: Scene) -> bytes:
         else:
             step = 2 * number - 1
             right, down = (step, 0) if scene.place == "left of" else (0, step)
-        jitter = _hash(scene, f"jitter {number}")  # up to 2 pixels each way, so that a place is no constant
-        x, y = 32 + 15 * right + jitter % 5 - 2, 32 + 15 * down + jitter // 5 % 5 - 2
-        spots.append(Spot(thing.shape, thing.colour, x, y, SIZES[thing.size]))
-    buffer = BytesIO()
-    draw(spots, scene.background).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
-
-
-def draw(spots: Iterable[Spot], background: str) -> PIL.Image.Image:
-    """Return an RGB picture of `SIDE` x `SIDE` pixels.
-
-    Args:
-        background: A key of `BACKGROUNDS`.
-    """
-    side = SIDE * OVERSAMPLING
-    canvas = PIL.Image.new("RGB", (side, side), BACKGROUNDS[background])
-    pen = PIL.ImageDraw.Draw(canvas)
-    for spot in spots:
-        x, y, radius = (value * OVERSAMPLING for value in (spot.x, spot.y, spot.radius))
-        fill = COLOURS[spot.colour]
-        if spot.shape in {"circle", "ring"}:
+        # The centre moves by up to 2 pixels each way, so that a place is no constant.
+        jitter = _hash(scene, f"jitter {number}")
+        centre = 32 + 15 * right + jitter % 5 - 2, 32 + 15 * down + jitter // 5 % 5 - 2
+        x, y, radius = (value * OVERSAMPLING for value in (*centre, SIZES[thing.size]))
+        fill = COLOURS[thing.colour]
+        if thing.shape in {"circle", "ring"}:
             pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
-            if spot.shape == "ring":
+            if thing.shape == "ring":
                 hole = radius // 2
-                pen.ellipse((x - hole, y - hole, x + hole, y + hole), fill=BACKGROUNDS[background])
-        elif spot.shape == "square":
+                pen.ellipse((x - hole, y - hole, x + hole, y + hole), fill=behind)
+        elif thing.shape == "square":
             half = round(radius * 0.85)
             pen.rectangle((x - half, y - half, x + half, y + half), fill=fill)
-        elif spot.shape == "cross":
+        elif thing.shape == "cross":
             arm = radius // 3
             pen.rectangle((x - radius, y - arm, x + radius, y + arm), fill=fill)
             pen.rectangle((x - arm, y - radius, x + arm, y + radius), fill=fill)
-        elif spot.shape == "triangle":
+        elif thing.shape == "triangle":
             pen.polygon(_corners(x, y, [radius] * 3), fill=fill)
         else:
-            assert spot.shape == "star", spot.shape
+            assert thing.shape == "star", thing.shape
             pen.polygon(_corners(x, y, [radius, round(radius * 0.4)] * 5), fill=fill)
-    return canvas.reduce(OVERSAMPLING)
+    buffer = BytesIO()
+    canvas.reduce(OVERSAMPLING).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
 
 
 def _corners(x: int, y: int, radii: list[int]) -> list[tuple[float, float]]:
@@ -293,8 +267,8 @@ def _hash(scene: Scene, purpose: str = "order") -> int:
     return hash_of(f"{purpose}|{things}|{scene.place}|{scene.background}")
 
 
-def _caption(scene: Scene, choice: int) -> Caption:
-    """Put a scene into words; the digits of `choice` say which, and what is left out."""
+def _caption(scene: Scene, choice: int) -> tuple[str, Scene]:
+    """Return a caption, chosen by the digits of `choice`, and the scene without what the caption leaves out."""
     # Three binary digits, and the rest, modulo the number of templates, is the template.
     choice, sized = divmod(choice, 2)
     choice, with_background = divmod(choice, 2)
@@ -312,7 +286,7 @@ def _caption(scene: Scene, choice: int) -> Caption:
         text = PAIR_TEMPLATES[choice % len(PAIR_TEMPLATES)].format(a=a, b=b, relation=relation)
     if with_background:
         text = BACKGROUND_TEMPLATE.format(caption=text, background=scene.background)
-    return Caption(text, Scene(things, scene.place, scene.background if with_background else None))
+    return text, Scene(things, scene.place, scene.background if with_background else None)
 
 
 SET = BuiltinSet(load, load_retrieval, holds_pictures=True)

@@ -48,23 +48,15 @@ class Pair(NamedTuple):
     line: int
 
 
-class Library(NamedTuple):
-    """All pairs of the installed library, and the number of files and pairs that were left out."""
-
-    pairs: tuple[Pair, ...]
-    num_unparsed: int
-    num_duplicates: int
-
-
 def load(role: Role) -> LoadedRecords:
     """Return one split of the set.
 
     Raises:
         MachineError: This Python has no sources of its standard library.
     """
-    library = read_library(sysconfig.get_path("stdlib"))
+    pairs, num_unparsed, num_duplicates = read_library(sysconfig.get_path("stdlib"))
     writer = RecordWriter()
-    for pair in library.pairs:
+    for pair in pairs:
         if role_by_hash(pair.file.partition("/")[0].removesuffix(".py")) == role:
             writer.add(pair.query, positives=[pair.document], file=pair.file, line=pair.line)
     if not len(writer):
@@ -75,18 +67,23 @@ def load(role: Role) -> LoadedRecords:
         raise MachineError(msg)
     version = ".".join(str(part) for part in sys.version_info[:3])
     facts = (
-        f"stdlib-code/{SPLIT_NAMES[role][0]}: {len(writer):,} of {len(library.pairs):,} pairs from the standard "
-        f"library of Python {version}; {plural(library.num_duplicates, 'duplicate')} dropped."
+        f"stdlib-code/{SPLIT_NAMES[role][0]}: {len(writer):,} of {len(pairs):,} pairs from the standard "
+        f"library of Python {version}; {plural(num_duplicates, 'duplicate')} dropped."
     )
     notes = [facts]
-    if library.num_unparsed:
-        notes.append(f"{plural(library.num_unparsed, 'file')} of the standard library could not be parsed.")
+    if num_unparsed:
+        notes.append(f"{plural(num_unparsed, 'file')} of the standard library could not be parsed.")
     return LoadedRecords(writer.finish(), tuple(notes))
 
 
 @lru_cache(maxsize=1)  # a run asks for two or three splits; parsing takes seconds
-def read_library(folder: str) -> Library:
-    """Return the pairs of all modules below a folder but tests, in order of the modules' paths, no content twice."""
+def read_library(folder: str) -> tuple[tuple[Pair, ...], int, int]:
+    """Read all modules below a folder but tests.
+
+    Returns:
+        The pairs in order of the modules' paths, no content twice; the number of files that could not be parsed; and
+        the number of pairs that were left out as duplicates.
+    """
     root = Path(folder)
     files = {
         path.relative_to(root).as_posix(): path
@@ -112,7 +109,7 @@ def read_library(folder: str) -> Library:
             seen_queries.add(query)
             seen_documents.add(document)
             pairs.append(pair)
-    return Library(tuple(pairs), num_unparsed, num_duplicates)
+    return tuple(pairs), num_unparsed, num_duplicates
 
 
 def pairs_of(source: str, file: str) -> list[Pair]:

@@ -17,7 +17,7 @@ and the next one starts in a fresh process. Exit code 1: something failed; 75: s
 
 Needs torch, numpy, transformers, safetensors and accelerate. A step that needs more is skipped and names it; the last
 line says how to fetch the wheels where there is a network. Nothing need be installed: PYTHONPATH=. python
-benchmarks/gpu_proof.py. How to read it: docs/gpu.md.
+benchmarks/gpu_proof.py. How to read it: docs/devices.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compare the strategies for the shipped examples as the planner computes them: `python benchmarks/strategy_table.py`.
 
-Prints the tables of docs/distributed.md in Markdown, with `--machines` that of docs/gpu.md. No model and no data is
-read: shapes lie in configs/shapes. Ways that shard over a part of the devices or live in the host's memory are left out
+Prints Markdown tables; with `--machines` the one that docs/devices.md shows a part of. No model and no data is read:
+shapes lie in configs/shapes. Ways that shard over a part of the devices or live in the host's memory are left out
 unless one of them is chosen.
 """
 

@@ -1,18 +1,13 @@
 """Tiny models and a corpus that the tests of this folder share."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DOCUMENTS = {
     "d1": "red apples grow on trees",

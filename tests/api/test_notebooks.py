@@ -1,7 +1,5 @@
 """The notebooks of the documentation: they run as they stand, and show what they are stored with."""
 
-from __future__ import annotations
-
 import json
 from itertools import groupby
 from pathlib import Path

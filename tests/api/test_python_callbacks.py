@@ -1,19 +1,15 @@
 """Callbacks of a run: they hear it, stop it, set its rate, survive a resume, and may fail."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import vembed
 from vembed.training.saving import RunCheckpoints, RunState
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.slow]
 
@@ -24,20 +20,10 @@ ROWS = [{"query": f"a {one} {two}", "positive": f"{one[::-1]} {two[::-1]}"} for 
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, Any]:
     return {
-        "model": "builtin:ngram-bag",
-        "data": ROWS[:48],
-        "val_data": ROWS[48:],
-        "output_dir": tmp_path / "out",
-        "batch_size": 16,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "scheduler_type": "constant",
-        "warmup_ratio": 0.0,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "bm25": False,
-        "report_to": "none",
-    }
+        "model": "builtin:ngram-bag", "data": ROWS[:48], "val_data": ROWS[48:], "output_dir": tmp_path / "out",
+        "batch_size": 16, "max_steps": 6, "learning_rate": 1e-2, "scheduler_type": "constant", "warmup_ratio": 0.0,
+        "eval_strategy": "steps", "eval_steps": 2, "bm25": False, "report_to": "none",
+    }  # fmt: skip
 
 
 def rates(folder: Path) -> list[float]:

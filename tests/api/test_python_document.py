@@ -1,6 +1,4 @@
-"""docs/python.md: every example runs, in order, as it stands."""
-
-from __future__ import annotations
+"""docs/python.md: every example runs, in order, as it stands; so do the searches of docs/export.md."""
 
 import importlib.util
 import json
@@ -16,8 +14,9 @@ from vembed.entrypoints import encode, search
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "python.md"
+EXPORT = ROOT / "docs" / "export.md"
 COLOURS = ("red", "blue", "green", "white", "black", "brown", "grey", "pink")
-EXTRA_OF = {"runs/lance": "lancedb", "--ray": "ray"}
+EXTRA_OF = {"runs/lance": "lancedb"}
 """What a command says -> the optional package that it needs."""
 
 THINGS = ("fox", "tree", "car", "lamp", "river", "stone", "bird", "house")
@@ -37,7 +36,7 @@ def test_every_example_runs(
     write_balls(tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), flags=re.DOTALL)
-    assert len(examples) == 10
+    assert len(examples) == 11
     names: dict[str, object] = {}
     for number, example in enumerate(examples):
         exec(compile(example, f"{DOCUMENT.name}, example {number + 1}", "exec"), names)
@@ -49,7 +48,10 @@ def test_every_example_runs(
         )
     promised = re.findall(r"print\(error\)  # (.*)", DOCUMENT.read_text("utf-8"))
     assert promised == [out.splitlines()[-1]]
-    for words in re.findall(r"^vembed ((?:encode|search) .*)", DOCUMENT.read_text("utf-8"), flags=re.MULTILINE):
+    text = EXPORT.read_text("utf-8") + DOCUMENT.read_text("utf-8")
+    commands = re.findall(r"^vembed ((?:encode|search) .*)", text, flags=re.MULTILINE)
+    assert len(commands) == 11
+    for words in commands:
         extras = [package for sign, package in EXTRA_OF.items() if sign in words]
         if "--serve" not in words and all(map(importlib.util.find_spec, extras)):
             run_again(shlex.split(words, comments=True))
@@ -61,22 +63,3 @@ def run_again(words: list[str]) -> None:
     module = {"encode": encode, "search": search}[words[0]]
     more = ["--overwrite"] if words[0] == "encode" else []
     assert module.main([*words[1:], *more], program=f"vembed {words[0]}") == 0
-
-
-@pytest.mark.slow
-def test_the_examples_of_the_readme_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    monkeypatch.chdir(tmp_path)
-    text = (ROOT / "README.md").read_text("utf-8")
-    (example,) = re.findall(r"```python\n(import vembed\n.*?)```", text, flags=re.DOTALL)
-    exec(compile(example, "README.md", "exec"), {})
-    lines = re.findall(r"^vembed (?:encode|search) .*", text, flags=re.MULTILINE)
-    commands = [shlex.split(line)[1:] for line in lines if "--serve" not in line]
-    assert [command[0] for command in commands] == ["encode", "search"]
-    for name, *words in commands:
-        module = {"encode": encode, "search": search}[name]
-        assert module.main(words, program=f"vembed {name}") == 0
-    found = capsys.readouterr().out.rpartition("index Flat")[2].splitlines()
-    assert "red square left of an orange circle" in found[2], "the best hit is what was asked for"

@@ -1,11 +1,10 @@
 """`import vembed` with pictures: every form they come in, the same vectors, and what is refused before encoding."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -14,9 +13,6 @@ from kit.balls import COLOURS, ball, bomb, caption
 
 import vembed
 from vembed.batch import Composed, Image
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def opened(content: bytes) -> PIL.Image.Image:

@@ -1,23 +1,19 @@
 """The result of a run: a line, a notebook cell, a plot, the model."""
 
-from __future__ import annotations
-
 import builtins
 import dataclasses
 import html
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import vembed
 from vembed.training.finish import RunResult as FinishedRun
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WORDS = ("red", "blue", "green", "white", "black", "fox", "tree", "car")
 ROWS = [{"query": f"a {one} {two}", "positive": f"{one[::-1]} {two[::-1]}"} for one in WORDS for two in WORDS]

@@ -1,7 +1,5 @@
 """The forms of vectors that callers ask for, what other libraries ask a model for, and the peer's names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

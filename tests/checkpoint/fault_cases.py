@@ -5,8 +5,6 @@ best) into `WORK/RANK-CALL`, in forked processes: the one of RANK meets the faul
 `WORK/codes.json` tells how each process ended.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -14,23 +12,20 @@ import shutil
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from checkpoint_cases import STAMP, tensors_of
+from torch import Tensor
 
 import vembed.checkpoint.tensors as tensor_files
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.signals import StopSignal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from multiprocessing.connection import Connection
-
-    from torch import Tensor
 
 FAULTS = ("SIGKILL", "SIGTERM", "ENOSPC", "EIO")
 STEP = 4

@@ -4,22 +4,16 @@ The folder is never written again: a later version must load what an earlier one
 FORMAT_VERSION, freezes a second folder beside this one and keeps loading the first.
 """
 
-from __future__ import annotations
-
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-from spread_cases import STAMP, make, manager_of, names_of, tensors_of
+from spread_cases import STAMP, Kind, Network, make, manager_of, names_of, restore, tensors_of, whole_tensors
+from torch import Tensor
+from torch.optim import Optimizer
 
-from vembed.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from vembed.checkpoint.optimizer_state import pack_optimizer
 from vembed.checkpoint.tensors import load_into
-
-if TYPE_CHECKING:
-    from spread_cases import Kind, Network
-    from torch import Tensor
-    from torch.optim import Optimizer
 
 FROZEN = Path(__file__).with_name("frozen")
 STEP = 3
@@ -63,12 +57,5 @@ def load_known(rank: int, kind: Kind) -> dict[str, Tensor]:
     network, optimizer = make(kind)
     loaded = manager_of(FROZEN).load("auto", required=["model", "optimizer", "epoch"])
     assert loaded is not None
-    for name, tensor in tensors_of(network, optimizer)["model"].items():
-        load_into(tensor, loaded.tensors["model"][name])
-    packed: Any = loaded.state["optimizer"]
-    unpack_optimizer(optimizer, names_of(network), tensors=loaded.tensors["optimizer"], packed=packed)
-    return {
-        f"{part}/{name}": tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
-        for part, tensors in tensors_of(network, optimizer).items()
-        for name, tensor in tensors.items()
-    }
+    restore(network, optimizer, loaded)
+    return whole_tensors(network, optimizer)

@@ -1,29 +1,21 @@
 """A small network that one process has, or two have between them, and its checkpoints; what the ranks of a pool run."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
-from vembed.checkpoint.tensors import TensorFile, load_into
+from vembed.checkpoint.tensors import LoadedCheckpoint, TensorFile, load_into
 from vembed.distributed.ranks import Ranks
 from vembed.errors import VembedError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-    from torch.optim import Optimizer
-
-    from vembed.checkpoint.tensors import LoadedCheckpoint
 
 Kind = Literal["whole", "sharded", "replicated shards"]
 

@@ -1,14 +1,15 @@
 """Checkpoints of several processes: any number of them loads what any number saved, and all have one outcome."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_cases import flip_byte, names_in
+from kit.ranks import RankPool
 from spread_cases import (
+    Kind,
     folder_of_own,
     load_and_train,
     save_nan_of_one_rank,
@@ -19,18 +20,11 @@ from spread_cases import (
     what_loads,
 )
 from test_checkpoint_faults import set_version
+from torch import Tensor
 
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.checkpoint.tensors import SharedTensor, read_block, whole
 from vembed.distributed.shards import Block
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kit.ranks import RankPool
-    from spread_cases import Kind
-    from torch import Tensor
-
 
 STEP = "step-00000003"
 

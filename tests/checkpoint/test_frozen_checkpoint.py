@@ -1,24 +1,19 @@
 """The format on disk doesn't change: a folder that an earlier version wrote loads, and the same is written today."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_cases import names_in
 from frozen_cases import FROZEN, STATE, STEP, known, load_known, save_known
+from kit.ranks import RankPool
 from safetensors import safe_open
+from spread_cases import Kind
+from torch import Tensor
 
 from vembed.checkpoint.manager import CheckpointManager
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kit.ranks import RankPool
-    from spread_cases import Kind
-    from torch import Tensor
 
 FOLDER = FROZEN / f"step-{STEP:08d}"
 

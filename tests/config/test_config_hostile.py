@@ -102,15 +102,19 @@ HOSTILE = {
     "text of many words": ("model_name: m\nbatch_size: " + "a." * 32_000, "must be auto or an integer"),
     "text of many tokens": ("model_name: m\nbatch_size: ?" + "token" * 12_000, "must be auto or an integer"),
     "long key": ("model_name: m\n" + "x" * 200_000 + ": 1", "not valid YAML"),
+    "JSON: deep lists": ("[" * 200_000, "nested more than"),
+    "JSON: deep objects": ('{"a":' * 40_000, "nested more than"),
+    "JSON: very many keys": ("{" + ",".join(f'"k{i}":1' for i in range(20_000)) + "}", ""),
+    "JSON: nested": ('{"model_name": "m", "column_mapping": ' + '{"a":' * 900 + "1" + "}" * 901, "nested more than"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_yaml_is_refused_in_under_a_second_with_bounded_memory(
+def test_a_hostile_file_is_refused_in_under_a_second_with_bounded_memory(
     name: str, tmp_path: Path, load_bounded: LoadBounded
 ) -> None:
     text, reason = HOSTILE[name]
-    path = tmp_path / "a.yaml"
+    path = tmp_path / ("a.json" if name.startswith("JSON") else "a.yaml")
     path.write_text(text)
     assert path.stat().st_size < 2**18
     message, seconds = load_bounded(path)
@@ -119,27 +123,6 @@ def test_hostile_yaml_is_refused_in_under_a_second_with_bounded_memory(
     assert len(message) < 20_000
     assert seconds < 1.0
     assert not (tmp_path / "pwned").exists()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 200_000,
-        '{"a":' * 40_000,
-        "{" + ",".join(f'"k{i}":1' for i in range(20_000)) + "}",
-        '{"model_name": "m", "column_mapping": ' + '{"a":' * 900 + "1" + "}" * 901,
-    ],
-    ids=["deep lists", "deep objects", "very many keys", "nested mapping"],
-)
-def test_hostile_json_is_refused_in_under_a_second_with_bounded_memory(
-    text: str, tmp_path: Path, load_bounded: LoadBounded
-) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    message, seconds = load_bounded(path)
-    assert message is not None
-    assert len(message) < 20_000
-    assert seconds < 1.0
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])

@@ -1,70 +1,85 @@
-"""The keys of the loss: values, and which of them act together."""
+"""Keys that depend on the loss: its columns in column_mapping, what label_kind needs of it, what a teacher is for."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
 from vembed.config.load import load_config
-from vembed.config.record import dump_config
+from vembed.config.schema import Config
+from vembed.data.columns import ExtraColumn
 from vembed.errors import ConfigError
+from vembed.losses.registry import LossSection
+from vembed.registry import LOSSES
+from vembed.vectors.keys import teacher_gives_scores
 
-if TYPE_CHECKING:
-    from pathlib import Path
+
+@pytest.fixture
+def toy_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register a loss that asks for a column and takes listed pairs."""
+
+    class ToyKeys(LossSection):
+        loss = "nowhere:Toy"
+        name = "toy"
+        columns = (ExtraColumn("topic", "number of its topic"),)
+        takes = ("pairs", "positives")
+
+    monkeypatch.setitem(LOSSES._entries, "toy", ToyKeys)
+    monkeypatch.setitem(LOSSES._plugins, "toy", "nowhere")
 
 
-def load(*overrides: str) -> object:
+def load(*overrides: str) -> Config:
     return load_config(None, ["model_name=m", *overrides]).config
 
 
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("toy_loss")
+def test_a_column_may_be_mapped_to_one_of_the_loss_and_to_no_other() -> None:
+    config = load("loss_type=toy", "column_mapping={t: topic, a: query}")
+    assert config.column_mapping == {"t": "topic", "a": "query"}
+    assert refusal("column_mapping={t: tpoic}").endswith("got 'tpoic'; did you mean topic?")
+
+
+def test_without_such_a_loss_the_column_is_unknown_and_our_own_weigh_rows() -> None:
+    assert "must be query, positive, " in refusal("column_mapping={t: topic}")
+    assert load("column_mapping={w: weight}").column_mapping == {"w": "weight"}
+
+
+def test_a_list_of_dev_sets_is_told_where_further_sets_belong() -> None:
+    said = refusal("val_data_path=[a.jsonl, b.jsonl]")
+    assert "test_data_path" in said
+    assert "guard_data" in said
+    assert load("guard_data=[a.jsonl, b.jsonl]").guard_data
+
+
+@pytest.mark.usefixtures("toy_loss")
+@pytest.mark.parametrize("kind", ["pair", "grade"])
+def test_scores_need_a_loss_that_takes_listed_pairs(kind: str) -> None:
+    message = refusal(f"label_kind={kind}")
+    assert "set loss_type to cosent or angle or cosine_mse or margin_mse or kl or toy, or leave" in message
+    assert "column_mapping: {label: null}" in message
+    for loss in ("toy", "cosent"):
+        assert load(f"label_kind={kind}", f"loss_type={loss}").label_kind == kind
+    assert load("label_kind=class").label_kind == "class"
+
+
 @pytest.mark.parametrize(
-    ("bad", "part", "good"),
+    ("keys", "gives"),
     [
-        ("loss_type=siglip", "did you mean", "loss_type=sigmoid"),
-        ("mrl_dims=64", "must be a list [an integer >= 1, ...] or null, got 64", "mrl_dims=[64]"),
-        ("mrl_dims=[]", "must be a list [an integer >= 1, ...] or null, got []", "mrl_dims=null"),
-        ("mrl_dims=[64, 0]", "must be >= 1, got [64, 0]", "mrl_dims=[64, 1]"),
-        ("mrl_dims=[64, a]", "must be a list", "mrl_dims=[64, 32]"),
-        ("mrl_dims=[64, 64]", "holds a number twice; write [64]", "mrl_dims=[64, 32]"),
-        ("loss_tile_size=0", "must be auto or an integer >= 1, got 0", "loss_tile_size=auto"),
-        ("loss_tile_size=1.5", "must be auto or an integer >= 1, got 1.5", "loss_tile_size=1"),
+        ({"loss_type": "margin_mse"}, True),
+        ({"loss_type": "kl"}, True),
+        ({"loss_type": "cosent"}, True),
+        ({"loss_type": "cosent", "false_negative_filter": "teacher"}, False),
+        ({"added_losses": {"cosent": 0.1}, "false_negative_filter": "teacher"}, False),
+        ({"added_losses": {"margin_mse": 0.1}, "false_negative_filter": "teacher"}, True),
+        ({"loss_type": "distillation"}, False),
     ],
 )
-def test_a_wrong_value_is_named_with_what_fits_and_its_neighbour_passes(bad: str, part: str, good: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load(bad)
-    assert part in str(refused.value)
-    assert load(good)
-
-
-@pytest.mark.parametrize(
-    ("keys", "part", "mended"),
-    [
-        (["mrl_weights=[1, 2]"], "no effect without mrl_dims; remove it", ["mrl_weights=[1, 2]", "mrl_dims=[8, 4]"]),
-        (["mrl_dims=[8, 4]", "mrl_weights=[1]"], "1 entries for the 2", ["mrl_dims=[8, 4]", "mrl_weights=[1, 0.5]"]),
-        (["loss_type=sigmoid", "temperature=0.1"], "set init_logit_scale to 2.303", ["temperature=0.1"]),
-        (["loss_type=sigmoid", "learn_temperature=true"], "always learns its scale", ["learn_temperature=true"]),
-        (["loss_type=sigmoid", "loss_bidirectional=true"], "judges each pair once", ["loss_bidirectional=true"]),
-        (["init_logit_scale=3.0"], "set temperature to 0.04979", ["init_logit_scale=3.0", "loss_type=sigmoid"]),
-        (["init_logit_bias=-5.0"], "loss_type to sigmoid", ["init_logit_bias=-5.0", "loss_type=sigmoid"]),
-        (["loss_type=sigmoid", "init_logit_scale=10"], "must be <= 4.605", ["loss_type=sigmoid", "init_logit_scale=4"]),
-        (["learn_temperature=true", "temperature=0.009"], "starts between 0.01 and 1.0, got", ["temperature=0.009"]),
-        (["learn_temperature=true", "temperature=1.01"], "starts between 0.01 and 1.0, got", ["temperature=1.01"]),
-        (["loss_type=sigmoid", "batch_size=1"], "sigmoid loss learns nothing", ["loss_type=sigmoid", "batch_size=2"]),
-    ],
-)  # fmt: skip
-def test_a_key_that_would_do_nothing_is_refused_with_the_fix(keys: list[str], part: str, mended: list[str]) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load(*keys)
-    assert part in str(refused.value)
-    assert load(*mended)
-
-
-def test_lists_survive_the_configuration_of_the_output_folder(tmp_path: Path) -> None:
-    config = load_config(None, ["model_name=m", "mrl_dims=[64, 16]", "mrl_weights=[1, 0.5]"]).config
-    path = tmp_path / "config.yaml"
-    path.write_text(dump_config(config), encoding="utf-8")
-    again = load_config(path).config
-    assert (again.mrl_dims, again.mrl_weights) == ([64, 16], [1, 0.5])
-    assert again == config
+def test_a_loss_that_learns_from_positives_keeps_to_them_beside_another_use_of_the_teacher(
+    keys: dict[str, Any], gives: bool
+) -> None:
+    assert teacher_gives_scores(Config.model_validate({"model_name": "m", "teacher_model_name": "t", **keys})) == gives

@@ -1,7 +1,6 @@
 """What every key promises, from the schema alone: a valid default, bounds, a dump that loads, a reader, a document."""
 
-from __future__ import annotations
-
+import math
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +64,18 @@ class KeyContract:
                     make(**{name: beyond})
 
     @pytest.mark.parametrize("name", key_names())
+    def test_a_number_takes_no_text_truth_or_infinity(self, name: str) -> None:
+        types = {member.get("type") for member in alternatives(name)}
+        wrong: list[object] = [3.0, "3", True] if "integer" in types else []
+        if "number" in types:
+            wrong = ["0.5", True, math.nan, math.inf, -math.inf]
+        for value in wrong:
+            if not (value is True and "boolean" in types) and not (value == "3" and "string" in types):
+                with pytest.raises(ValidationError) as refused:
+                    make(**{name: value})
+                assert {str(each["loc"][0]) for each in refused.value.errors()} == {name}, "its type, and no rule"
+
+    @pytest.mark.parametrize("name", key_names())
     def test_a_word_of_no_choice_is_refused(self, name: str) -> None:
         members = alternatives(name)
         takes_any_text = any(
@@ -78,6 +89,8 @@ class KeyContract:
     def test_the_bounds_that_the_tests_above_need_are_there(self) -> None:
         bounded = [name for name in key_names() if any(SIGNS.keys() & member.keys() for member in alternatives(name))]
         counts = [name for name in bounded if any(m.get("maximum") == LARGEST_COUNT for m in alternatives(name))]
+        numbers = [name for name in key_names() if any(m.get("type") == "number" for m in alternatives(name))]
+        assert len(numbers) > 20
         assert len(bounded) > 60
         assert len(counts) > 20
         assert {"batch_size", "learning_rate", "seed", "warmup_ratio"} <= {*bounded}
@@ -105,7 +118,7 @@ class KeyContract:
 
     @pytest.mark.parametrize("name", key_names())
     def test_it_is_documented(self, name: str) -> None:
-        assert f"| `{name}` |" in REFERENCE
+        assert f"| [`{name}`](" in REFERENCE
         description = key_schemas()[name]["description"]
         assert description.endswith(".")
         assert "\n" not in description

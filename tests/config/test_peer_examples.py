@@ -1,7 +1,5 @@
 """The examples of the nearest peer, key by key: they pass validation, or a line says why not and what does it here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,28 +1,18 @@
 """Small files for the data tests."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import pytest
-from image_cases import png
+from kit.rows import Jsonl, Paint, png
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
-class WriteJsonl(Protocol):
-    def __call__(self, rows: list[Any], name: str = "train.jsonl") -> Path: ...
-
-
-class WritePicture(Protocol):
-    def __call__(self, name: str, colour: str = "red") -> Path: ...
+from vembed.data import table_cache
 
 
 @pytest.fixture
-def write_picture(tmp_path: Path) -> WritePicture:
-    """Write a picture of one colour under the test's folder, and return the file."""
+def paint(tmp_path: Path) -> Paint:
+    """Write pictures under the test's folder."""
 
     def write(name: str, colour: str = "red") -> Path:
         path = tmp_path / name
@@ -34,8 +24,8 @@ def write_picture(tmp_path: Path) -> WritePicture:
 
 
 @pytest.fixture
-def write_jsonl(tmp_path: Path) -> WriteJsonl:
-    """Write rows (objects, or text as it is) one a line, and return the file."""
+def jsonl(tmp_path: Path) -> Jsonl:
+    """Write rows under the test's folder."""
 
     def write(rows: list[Any], name: str = "train.jsonl") -> Path:
         path = tmp_path / name
@@ -44,6 +34,14 @@ def write_jsonl(tmp_path: Path) -> WriteJsonl:
         return path
 
     return write
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the rows of files of any size."""
+    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
+    return tmp_path / "cache" / "records"
 
 
 @pytest.fixture

@@ -1,16 +1,12 @@
 """Small folders in the published forms of the presets, with real pictures."""
 
-from __future__ import annotations
-
 import io
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PHOTOS = {"train": 6, "val": 2, "test": 3}
 CAPTIONS = 5

@@ -1,12 +1,13 @@
-from __future__ import annotations
+"""Records of a batch as arrays, and ragged rows of any shape."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from vembed.batch import content_id
+from vembed.batch import Features, Ragged, content_id, modality_words
 from vembed.data.collate import collate
 from vembed.data.table import Record
 from vembed.losses.base import BatchStructure
@@ -44,45 +45,28 @@ def test_ids_are_content_hashes_so_copies_share_one() -> None:
     assert batch.query_ids_Q.dtype == batch.document_ids_D.dtype == batch.positives_P2.dtype == np.int64
 
 
-def test_records_of_one_label_are_positives_of_each_other() -> None:
-    records = [
-        record("a", positives=2, negatives=1, label="x"),
-        record("b", label=None),
-        record("c", label="x"),
-        record("d", label="y"),
-    ]
-    batch = collate(records, [0, 1, 2, 3])
-    # documents: pa.0 pa.1 na.0 pb.0 pc.0 pd.0
-    assert batch.positives_P2.tolist() == [[0, 0], [0, 1], [0, 4], [1, 3], [2, 0], [2, 1], [2, 4], [3, 5]]
-
-
-def test_rows_without_a_label_are_not_one_class() -> None:
-    batch = collate([record("a"), record("b")], [0, 1])
-    assert batch.positives_P2.tolist() == [[0, 0], [1, 1]]
-    assert batch.negatives_P2 is None
-
-
 def test_the_number_one_and_the_text_one_are_two_labels() -> None:
     assert collate([record("a", label=1), record("b", label="1")], [0, 1]).positives_P2.tolist() == [[0, 0], [1, 1]]
     assert len(collate([record("a", label=1), record("b", label=1)], [0, 1]).positives_P2) == 4
 
 
-def test_positive_pairs_are_sorted_and_unique_for_any_labels() -> None:
+def test_the_positives_of_a_row_are_its_own_and_those_of_its_class_sorted_and_once() -> None:
     rng = np.random.default_rng(0)
+    labels = [None if label == 0 else label for label in rng.integers(0, 6, size=50).tolist()]
     records = [
         record(str(i), positives=int(rng.integers(1, 4)), negatives=int(rng.integers(0, 3)), label=label)
-        for i, label in enumerate(rng.integers(0, 6, size=50).tolist())
+        for i, label in enumerate(labels)
     ]
     batch = collate(records, list(range(50)))
-    pairs = [tuple(pair) for pair in batch.positives_P2.tolist()]
     expected = {
         (row, batch.documents.index(text))
         for row, one in enumerate(records)
         for other in records
-        if other.label == one.label
+        if other is one or (other.label == one.label is not None)
         for text in other.positives
     }
-    assert pairs == sorted(expected)
+    assert [tuple(pair) for pair in batch.positives_P2.tolist()] == sorted(expected)
+    assert collate([record("a"), record("b")], [0, 1]).negatives_P2 is None
 
 
 def test_a_copy_of_the_query_among_the_positives_of_its_class_is_none_of_its_own() -> None:
@@ -153,3 +137,63 @@ def test_a_batch_keeps_its_supervision_as_tensors() -> None:
     assert plain.listed_P2 is None
     assert plain.listed_scores_P is None
     assert plain.columns == {}
+
+
+# Ragged rows: packing, taking, joining and padding against lists
+
+
+def rows_of(shape: tuple[int, ...], lengths: tuple[int, ...] = (2, 0, 3, 1)) -> list[Any]:
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(length, *shape)).astype(np.float32) for length in lengths]
+
+
+def unpacked(ragged: Ragged) -> list[Any]:
+    return [ragged.values[start:stop] for start, stop in zip(ragged.offsets[:-1], ragged.offsets[1:], strict=True)]
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
+def test_rows_of_any_shape_are_packed_taken_joined_and_padded(shape: tuple[int, ...]) -> None:
+    rows = rows_of(shape)
+    ragged = Ragged.from_rows(rows, np.float32)
+    assert ragged.values.shape == (6, *shape)
+    assert ragged.lengths.tolist() == [2, 0, 3, 1]
+    taken = ragged.take(np.array([3, 1, 0, 3]))
+    joined = Ragged.concat([ragged, taken])
+    for found, wanted in (
+        (ragged, rows),
+        (taken, [rows[i] for i in (3, 1, 0, 3)]),
+        (joined, [*rows, *unpacked(taken)]),
+    ):
+        assert all(np.array_equal(a, b) for a, b in zip(unpacked(found), wanted, strict=True))
+    rectangle = ragged.padded(5, -1)
+    assert rectangle.shape == (4, 5, *shape)
+    for row, padded in zip(rows, rectangle, strict=True):
+        assert np.array_equal(padded[: len(row)], row)
+        assert (padded[len(row) :] == -1).all()
+
+
+def test_rows_may_be_plain_lists() -> None:
+    assert Ragged.from_rows([[1, 2], [], [3]]).values.tolist() == [1, 2, 3]
+    assert Ragged.from_rows([[], [[1, 2], [3, 4]]]).values.tolist() == [[1, 2], [3, 4]]
+
+
+def test_no_rows_and_empty_rows_are_fine() -> None:
+    assert Ragged.from_rows([]).lengths.tolist() == []
+    empty = Ragged.from_rows([np.zeros((0, 3)), np.zeros((0, 3))])
+    assert empty.values.shape == (0, 3)
+    full = Ragged.from_rows([np.ones((2, 3))])
+    assert Ragged.concat([Ragged.from_rows([[]]), full]).values.shape == (2, 3)
+    assert Ragged.concat([empty, empty]).lengths.tolist() == [0] * 4
+
+
+def test_features_take_and_join_ragged_columns_of_any_shape() -> None:
+    columns = {"patches": Ragged.from_rows(rows_of((4,)), np.float32), "ids": Ragged.from_rows(rows_of(()), np.float32)}
+    features = Features(columns, columns["ids"].lengths)
+    both = Features.concat([features, features.take(np.array([2]))])
+    assert both.columns["patches"].values.shape == (9, 4)
+    assert both.columns["patches"].lengths.tolist() == both.lengths.tolist() == [2, 0, 3, 1, 3]
+
+
+def test_modalities_have_one_name_in_sentences() -> None:
+    assert modality_words({"text", "image"}) == "pictures and texts"
+    assert modality_words(["image+text"]) == "pictures with a text"

@@ -1,14 +1,13 @@
 """docs/data.md is true: its rows load as it says, its configuration is valid, its names are those of the code."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import pytest
 import yaml
+from kit.rows import Paint
 
 from vembed.batch import Composed, Image, modality_of
 from vembed.config.schema import Config
@@ -19,26 +18,23 @@ from vembed.data.read import read
 from vembed.errors import DataError
 from vembed.registry import DATASETS
 
-if TYPE_CHECKING:
-    from conftest import WritePicture
-
 DOCUMENT = (Path(__file__).parents[2] / "docs/data.md").read_text("utf-8")
 BLOCKS = re.findall(r"```(\w+ ?\w*)\n(.*?)```", DOCUMENT, flags=re.DOTALL)
 ROWS = [[json.loads(line) for line in text.splitlines()] for kind, text in BLOCKS if kind == "jsonl"]
 DIRECTIONS = [("text", "text"), ("text", "image"), ("image", "image"), ("image+text", None), (None, "image")]
 
 
-def write_pictures(rows: list[dict[str, Any]], write_picture: WritePicture) -> None:
+def write_pictures(rows: list[dict[str, Any]], paint: Paint) -> None:
     """Write a picture wherever the rows name one."""
     for number, name in enumerate(sorted(set(re.findall(r"[\w/]+\.jpg", json.dumps(rows))))):
-        write_picture(name, f"#0000{10 + number}")
+        paint(name, f"#0000{10 + number}")
 
 
 @pytest.mark.parametrize("place", range(len(DIRECTIONS)))
-def test_the_rows_load_as_what_they_are_said_to_be(tmp_path: Path, write_picture: WritePicture, place: int) -> None:
+def test_the_rows_load_as_what_they_are_said_to_be(tmp_path: Path, paint: Paint, place: int) -> None:
     assert len(ROWS) == len(DIRECTIONS)
     rows, (query, document) = ROWS[place], DIRECTIONS[place]
-    write_pictures(rows, write_picture)
+    write_pictures(rows, paint)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     loaded = read(str(path), "train").records()
@@ -65,9 +61,9 @@ def test_numbers_beside_two_texts_load_as_each_kind_says_and_are_never_guessed_a
                 read(str(tmp_path / "rows.jsonl"), **options).records()
 
 
-def test_the_corpus_loads_as_what_it_is_said_to_be(tmp_path: Path, write_picture: WritePicture) -> None:
+def test_the_corpus_loads_as_what_it_is_said_to_be(tmp_path: Path, paint: Paint) -> None:
     (text,) = (text for kind, text in BLOCKS if kind == "jsonl corpus")
-    write_pictures([json.loads(line) for line in text.splitlines()], write_picture)
+    write_pictures([json.loads(line) for line in text.splitlines()], paint)
     (tmp_path / "corpus.jsonl").write_text(text)
     (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "red"}\n')
     (tmp_path / "qrels").mkdir()
@@ -81,13 +77,13 @@ def test_the_corpus_loads_as_what_it_is_said_to_be(tmp_path: Path, write_picture
     }
 
 
-def test_the_configuration_is_valid() -> None:
-    first, *others = (
+def test_the_configurations_are_valid() -> None:
+    sets, sources, published = (
         Config.model_validate({"model_name": "m"} | yaml.safe_load(text)) for kind, text in BLOCKS if kind == "yaml"
     )
-    assert first.retrieval_mode == "m2i"
-    assert [each.source_batches for each in others] == ["mixed", "single"]
-    assert [each.guard_data for each in others] == ["data/scifact", None]
+    assert published.retrieval_mode == "m2i"
+    assert [each.source_batches for each in (sets, sources)] == ["mixed", "single"]
+    assert [each.guard_data for each in (sets, sources)] == ["data/scifact", None]
 
 
 def test_every_column_name_and_every_set_is_listed() -> None:

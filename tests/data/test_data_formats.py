@@ -1,7 +1,5 @@
 """Every format of rows keeps the same promises: ours, and that of the plugin that CONTRIBUTING prints."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io
@@ -10,8 +8,9 @@ import re
 import sys
 import tarfile
 import types
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,9 +22,6 @@ from vembed.data.read import read
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.registry import FORMATS
 from vembed.testing.formats import FormatContract, Row, pairs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 ROOT = Path(vembed.__file__).parents[1]
 RECIPE = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## Add a data format")[2].partition("\n## ")[0]

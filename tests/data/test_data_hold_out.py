@@ -1,28 +1,25 @@
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
+from kit.rows import table_of
 
 from vembed.batch import content_id
 from vembed.data.hold_out import held_out_task, hold_out, resolution_notes
+from vembed.data.table import RecordTable
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vembed.data.table import RecordTable
 
 Row = tuple[str, tuple[str, ...]]
 
 
-def table_of(rows: Sequence[Row]) -> RecordTable:
-    writer = RecordWriter()
-    for line, (query, positives) in enumerate(rows, start=1):
-        writer.add(query, positives=positives, negatives=("shared negative",), file="t.jsonl", line=line)
-    return writer.finish()
+def pairs_of(rows: Iterable[Row]) -> RecordTable:
+    return table_of((query, positives, ("shared negative",)) for query, positives in rows)
+
+
+def plain_pairs(count: int) -> RecordTable:
+    return pairs_of((f"q{i}", (f"p{i}",)) for i in range(count))
 
 
 def tangled_rows(count: int = 2000) -> list[Row]:
@@ -43,12 +40,16 @@ def texts(table: RecordTable, rows: Sequence[int]) -> set[str]:
 
 
 def test_no_query_or_positive_is_on_both_sides() -> None:
-    table = table_of(tangled_rows())
+    table = pairs_of(tangled_rows())
     split = hold_out(table)
     shared = [text for record in table for text in {record.query, *(text.strip() for text in record.positives)}]
     assert len(shared) > len(set(shared)), "the rows must share texts for this test to mean anything"
     assert not texts(table, split.train_rows.tolist()) & texts(table, split.held_out_rows.tolist())
     assert split.notes[0].endswith("; no query or positive is on both sides."), "the hard negative is"
+    train, held = split.train_rows.tolist(), split.held_out_rows.tolist()
+    assert (train, held) == (sorted(train), sorted(held))
+    assert sorted(train + held) == list(range(2000))
+    assert 0 < len(held) <= 100
 
 
 def graded_table(pairs: Sequence[tuple[str, str, float]]) -> RecordTable:
@@ -84,19 +85,11 @@ def test_low_grades_of_documents_that_hang_together_do_not_keep_rows_from_being_
     assert split.notes[0].endswith("; no query or positive is on both sides.")
 
 
-def test_the_two_sides_are_all_rows_once() -> None:
-    split = hold_out(table_of(tangled_rows()))
-    assert sorted([*split.train_rows.tolist(), *split.held_out_rows.tolist()]) == list(range(2000))
-    assert split.train_rows.tolist() == sorted(split.train_rows.tolist())
-    assert split.held_out_rows.tolist() == sorted(split.held_out_rows.tolist())
-    assert 0 < len(split.held_out_rows) <= 100
-
-
 def test_the_order_of_rows_does_not_matter() -> None:
     rows = tangled_rows()
     shuffled = random.Random(2).sample(rows, len(rows))
     assert shuffled != rows
-    one, other = table_of(rows), table_of(shuffled)
+    one, other = pairs_of(rows), pairs_of(shuffled)
     held = [sorted((r.query, r.positives) for r in t.take(hold_out(t).held_out_rows)) for t in (one, other)]
     assert held[0] == held[1]
 
@@ -104,63 +97,63 @@ def test_the_order_of_rows_does_not_matter() -> None:
 def test_the_choice_depends_on_content() -> None:
     rows = [(f"q{i}", (f"p{i}",)) for i in range(200)]
     renamed = [(f"q{i}", (f"other {i}",)) for i in range(200)]
-    assert hold_out(table_of(rows)).held_out_rows.tolist() != hold_out(table_of(renamed)).held_out_rows.tolist()
+    assert hold_out(pairs_of(rows)).held_out_rows.tolist() != hold_out(pairs_of(renamed)).held_out_rows.tolist()
 
 
 @pytest.mark.parametrize(
-    ("count", "fraction", "limit", "expected"), [(200, 0.05, 1000, 10), (200, 0.05, 4, 4), (100, 0.29, 50, 29)]
+    ("count", "options", "expected"),
+    [
+        (200, {"fraction": 0.05, "limit": 1000}, 10),
+        (200, {"fraction": 0.05, "limit": 4}, 4),
+        (100, {"fraction": 0.29, "limit": 50}, 29),
+        *[
+            (5, {}, 1),
+            (60, {}, 12),
+            (300, {}, 60),
+            (500, {}, 100),
+            (1999, {}, 100),
+            (2100, {}, 105),
+            (30_000, {}, 1000),
+        ],
+    ],
 )
-def test_the_size_is_the_smaller_of_limit_and_fraction(count: int, fraction: float, limit: int, expected: int) -> None:
-    table = table_of([(f"q{i}", (f"p{i}",)) for i in range(count)])
-    split = hold_out(table, fraction=fraction, limit=limit)
+def test_the_size_is_the_smaller_of_limit_and_fraction_and_more_of_a_small_set(
+    count: int, options: dict[str, Any], expected: int
+) -> None:
+    split = hold_out(plain_pairs(count), **options)
     assert len(split.held_out_rows) == expected
-    assert f"{expected} of {count} rows held out" in split.notes[0]
+    assert f"{expected} of {count} rows held out" in split.notes[0].replace(",", "")
 
 
 def test_a_component_that_is_too_large_is_passed_over() -> None:
     rows = [(f"q{i}", ("the same answer",)) for i in range(50)] + [(f"r{i}", (f"p{i}",)) for i in range(50)]
-    table = table_of(rows)
+    table = pairs_of(rows)
     held = table.take(hold_out(table, fraction=0.05).held_out_rows)
     assert len(held) == 5
     assert all(record.query.startswith("r") for record in held)
 
 
-def test_chains_stay_together() -> None:
-    chain = [(f"q{i // 2}", (f"p{(i + 1) // 2}",)) for i in range(6)]  # q0-p0 q0-p1 q1-p1 q1-p2 ...
-    table = table_of(chain + [(f"r{i}", (f"s{i}",)) for i in range(6)])
-    split = hold_out(table, fraction=0.5)
-    assert len({row in set(split.held_out_rows.tolist()) for row in range(6)}) == 1
-
-
 def test_too_little_data_says_what_to_do() -> None:
     with pytest.raises(DataError, match=r"4 records can't be split.*val_data_path.*eval_strategy: no"):
-        hold_out(table_of([(f"q{i}", (f"p{i}",)) for i in range(4)]))
-    assert len(hold_out(table_of([(f"q{i}", (f"p{i}",)) for i in range(5)])).held_out_rows) == 1
+        hold_out(plain_pairs(4))
+    assert len(hold_out(plain_pairs(5)).held_out_rows) == 1
 
 
 def test_data_that_hangs_together_says_what_to_do() -> None:
     with pytest.raises(DataError, match=r"share a query or a positive.*val_data_path"):
-        hold_out(table_of([(f"q{i}", ("one answer",)) for i in range(100)]))
+        hold_out(pairs_of([(f"q{i}", ("one answer",)) for i in range(100)]))
 
 
 def test_fewer_rows_than_asked_for_are_noted() -> None:
-    table = table_of([(f"q{i // 3}", (f"p{i}",)) for i in range(99)])
+    table = pairs_of([(f"q{i // 3}", (f"p{i}",)) for i in range(99)])
     split = hold_out(table, fraction=0.05)  # 4 rows: one group of 3, and no group of 1
     assert len(split.held_out_rows) == 3
     assert "1 fewer than asked for" in split.notes[1]
 
 
-@pytest.mark.parametrize(
-    ("count", "expected"), [(5, 1), (60, 12), (300, 60), (500, 100), (1999, 100), (2100, 105), (30_000, 1000)]
-)
-def test_more_of_a_small_set_is_held_out(count: int, expected: int) -> None:
-    split = hold_out(table_of([(f"q{i}", (f"p{i}",)) for i in range(count)]))
-    assert len(split.held_out_rows) == expected
-
-
 def test_training_documents_are_distractors_and_nothing_else_of_training_is() -> None:
     rows = [(f"q{i}", (f"p{i}",)) for i in range(300)]
-    table = table_of(rows)
+    table = pairs_of(rows)
     split = hold_out(table)
     task = held_out_task(table, split)
     train, held = (set(part.tolist()) for part in (split.train_rows, split.held_out_rows))
@@ -170,12 +163,12 @@ def test_training_documents_are_distractors_and_nothing_else_of_training_is() ->
     assert judged == {f"p{i}" for i in held}
     assert train
     assert "the held-out queries search their own 61 documents and 240 of training." in task.notes
-    shuffled = table_of(random.Random(3).sample(rows, len(rows)))
+    shuffled = pairs_of(random.Random(3).sample(rows, len(rows)))
     assert set(held_out_task(shuffled, hold_out(shuffled)).documents) == set(task.documents)
 
 
 def test_what_is_searched_is_filled_up_to_a_thousand_documents() -> None:
-    table = table_of([(f"q{i}", (f"p{i}", f"r{i}")) for i in range(900)])
+    table = pairs_of([(f"q{i}", (f"p{i}", f"r{i}")) for i in range(900)])
     split = hold_out(table)
     task = held_out_task(table, split)
     assert len(task.documents) == 1000
@@ -184,15 +177,12 @@ def test_what_is_searched_is_filled_up_to_a_thousand_documents() -> None:
     others = {text for record in table for text in (*record.positives, *record.negatives)} - own
     added = sorted(others - {"shared negative"}, key=lambda text: content_id(text) % 2**64)[: 1000 - len(own) - 1]
     assert {*task.documents.values()} == own | {"shared negative", *added}, "the first by content hash"
-    many = table_of([(f"q{i}", (f"p{i}", f"r{i}")) for i in range(15_000)])
+    many = pairs_of([(f"q{i}", (f"p{i}", f"r{i}")) for i in range(15_000)])
     assert len(held_out_task(many, hold_out(many)).documents) == 1501, "750 rows of two, and the negative"
 
 
 def test_a_training_document_of_a_held_out_class_is_no_distractor() -> None:
-    writer = RecordWriter()
-    for i in range(100):
-        writer.add(f"q{i}", positives=(f"p{i}",), label=i // 4, file="t.jsonl", line=i + 1)
-    table = writer.finish()
+    table = table_of((f"q{i}", (f"p{i}",), (), i // 4) for i in range(100))
     split = hold_out(table)
     held = {row // 4 for row in split.held_out_rows.tolist()}
     assert any(row // 4 in held for row in split.train_rows.tolist()), "a class must be on both sides"
@@ -203,10 +193,7 @@ def test_a_training_document_of_a_held_out_class_is_no_distractor() -> None:
 
 
 def test_a_held_out_query_is_no_document_of_its_own_set() -> None:
-    writer = RecordWriter()
-    for i in range(60):
-        writer.add(f"t{i}", positives=(f"p{i}",), negatives=(f"t{(i + 1) % 60}",), file="t.jsonl", line=i + 1)
-    table = writer.finish()
+    table = table_of((f"t{i}", (f"p{i}",), (f"t{(i + 1) % 60}",)) for i in range(60))
     split = hold_out(table)
     task = held_out_task(table, split)
     given = {f"t{(row + 1) % 60}" for row in split.held_out_rows.tolist()}

@@ -1,7 +1,5 @@
 """Pictures as files: what a header is refused for, and what pixels become. Every file here is written by Pillow."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct
@@ -9,7 +7,8 @@ import subprocess
 import sys
 import zlib
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -18,19 +17,8 @@ from PIL import ImageFile
 from PIL.PngImagePlugin import PngInfo
 
 from vembed.batch import Image, ImageLimits
-from vembed.data.images import (
-    FORMATS,
-    ImageError,
-    ImageHeader,
-    check_image,
-    decode_image,
-    decode_images,
-    item_id,
-)
+from vembed.data.images import FORMATS, ImageError, ImageHeader, check_image, decode_image, decode_images
 from vembed.errors import DataError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LIMITS = ImageLimits()
 RNG = np.random.default_rng(0)
@@ -137,10 +125,7 @@ def test_a_webp_header_read_by_hand_says_what_pillow_says(options: dict[str, boo
     ("data", "words"),
     [
         (b"", "the file is empty"),
-        (
-            b"<svg xmlns='http://www.w3.org/2000/svg'/>",
-            "no picture of a known format (PNG, JPEG, WEBP, GIF, BMP, TIFF)",
-        ),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no picture of a known format (PNG, JPEG, WEBP, GIF, BMP,"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n", "no picture of a known format"),
         (b"\0" * 100, "no picture of a known format"),
         (encoded(NOISE, "ICO"), "no picture of a known format"),
@@ -207,14 +192,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def test_a_huge_picture_is_refused_from_its_header_with_flat_memory(tmp_path: Path) -> None:
     bombs = {
-        "a.png": png_header(100_000, 100_000),
-        "b.webp": webp_header(60_000, 60_000),
-        "c.gif": gif_header(65_535, 65_535),
-        "d.bmp": bmp_header(100_000, 100_000),
-        "e.gif": gif_frame(13_000, 13_000),
-        "f.jpg": jpeg_header(65_500, 65_500),
-        "g.tif": tiff_header(100_000, 100_000),
-    }
+        "a.png": png_header(100_000, 100_000), "b.webp": webp_header(60_000, 60_000),
+        "c.gif": gif_header(65_535, 65_535), "d.bmp": bmp_header(100_000, 100_000), "e.gif": gif_frame(13_000, 13_000),
+        "f.jpg": jpeg_header(65_500, 65_500), "g.tif": tiff_header(100_000, 100_000),
+    }  # fmt: skip
     for name, data in {**bombs, "small.png": encoded(NOISE, "PNG")}.items():
         (tmp_path / name).write_bytes(data)
     paths = [str(tmp_path / name) for name in ("small.png", *bombs)]
@@ -246,22 +227,6 @@ def test_truncated_pixels_are_an_error_that_names_the_file(kind: str, tmp_path: 
         assert str(caught.value).startswith(f"{path}: the ")
     path.write_bytes(data)
     assert decode_image(Image(str(path)), LIMITS).size == (50, 40)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_no_damaged_file_escapes_as_another_error() -> None:
-    rng = np.random.default_rng(1)
-    refused = 0
-    for kind in FORMATS:
-        whole = encoded(NOISE.resize((12, 9)), kind)
-        for _ in range(80):
-            data = bytearray(whole)
-            data[int(rng.integers(0, min(len(data), 120)))] = int(rng.integers(0, 256))
-            try:
-                assert decode_image(image(bytes(data)), ImageLimits(max_pixels=10**6)).mode == "RGB"
-            except ImageError:
-                refused += 1
-    assert refused > 50
 
 
 def test_transparency_is_put_on_white() -> None:
@@ -356,12 +321,6 @@ def test_many_pictures_keep_their_order_and_the_first_error_names_its_file(num_t
     images[7] = Image("first.png", encoded(NOISE, "PNG")[:-300])
     with pytest.raises(ImageError, match=r"first\.png: the PNG can't be decoded"):
         decode_images(images, LIMITS, num_threads)
-
-
-def test_a_picture_that_has_gone_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match=r"gone\.png: no such file"):
-        item_id(Image(str(tmp_path / "gone.png")))
-    assert item_id("text") == item_id(" text ")
 
 
 def test_a_picture_in_memory_goes_to_other_processes() -> None:

@@ -1,28 +1,18 @@
 """What judged sets share with the rows that are trained on."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
+from numpy.typing import NDArray
 
-from vembed.batch import Composed, Image
+from vembed.batch import Composed, Image, Item
 from vembed.config.schema import Config
 from vembed.data.judged import RetrievalData
-from vembed.data.overlap import JudgedSets
+from vembed.data.overlap import JudgedSets, Overlap
 from vembed.data.run_data import load_run_data
-from vembed.data.table import ItemTable
+from vembed.data.table import ItemTable, RecordTable
 from vembed.data.table_writer import RecordWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from vembed.batch import Item
-    from vembed.data.overlap import Overlap
-    from vembed.data.table import RecordTable
 
 Pair = tuple["Item", "Item"]
 

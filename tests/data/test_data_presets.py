@@ -1,9 +1,8 @@
-"""Published sets in their published form: what they become, and what is refused with its reason."""
-
-from __future__ import annotations
+"""Published sets in their published form: what they become, what is refused with its reason, and runs on them."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from preset_cases import (
     CAPTIONS,
     PHOTOS,
     PRODUCTS,
+    SETS,
     WRITERS,
     draw,
     pairs,
@@ -24,20 +24,23 @@ from preset_cases import (
 )
 
 from vembed.batch import Composed, Image
+from vembed.config.schema import Config
 from vembed.data.collate import collate
 from vembed.data.hold_out import hold_out
+from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys
+from vembed.data.picture_survey import ItemCounts, RetrievalMode
 from vembed.data.presets import preset_hint
 from vembed.data.read import read
+from vembed.data.run_data import RunData, load_run_data, record_texts
+from vembed.data.table import LoadedRecords
+from vembed.entrypoints.evaluate import main
 from vembed.errors import DataError
 from vembed.losses.base import BatchStructure
 from vembed.losses.cells import false_negative_mask, positive_mask
+from vembed.training.run import run_from_config
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from vembed.data.judged import RetrievalData
-    from vembed.data.table import LoadedRecords
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def records(name: str, folder: Path, **options: Any) -> LoadedRecords:
@@ -48,11 +51,14 @@ def task(name: str, folder: Path, split: str | None = None, **options: Any) -> R
     return read(f"{name}:{folder}", "test", DataKeys(**options), split=split).judged()
 
 
-def image(folder: Path, path: str) -> Image:
+def refused(name: str, folder: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        task(name, folder)
+    return str(caught.value)
+
+
+def picture_of(folder: Path, path: str) -> Image:
     return Image(str((folder / path).resolve()))
-
-
-# Flickr30k
 
 
 @pytest.mark.parametrize("write", [write_flickr30k, write_flickr30k_lists])
@@ -61,8 +67,8 @@ def test_each_caption_of_flickr30k_is_a_record_and_a_query_of_its_picture(tmp_pa
     table = records("flickr30k", folder).table
     assert len(table) == PHOTOS["train"] * CAPTIONS
     assert table[0].query == "train photo 0 seen by 0."
-    assert table[4].positives == (image(folder, "flickr30k-images/train0.jpg"),)
-    assert table[5].positives == (image(folder, "flickr30k-images/train1.jpg"),)
+    assert table[4].positives == (picture_of(folder, "flickr30k-images/train0.jpg"),)
+    assert table[5].positives == (picture_of(folder, "flickr30k-images/train1.jpg"),)
     found = task("flickr30k", folder)
     assert found.name == "flickr30k/test"
     assert list(found.documents) == ["test0.jpg", "test1.jpg", "test2.jpg"]
@@ -88,17 +94,11 @@ def test_captions_of_one_picture_are_never_negatives_of_each_other(tmp_path: Pat
     ("change", "words"),
     [
         ({"filename": "../../secret.png"}, "dataset_flickr30k.json:2 (../../secret.png): filename: '"),
-        (
-            {"filename": "gone.jpg"},
-            "dataset_flickr30k.json:2 (gone.jpg): filename: 'flickr30k-images/gone.jpg': no such",
-        ),
+        ({"filename": "gone.jpg"}, "dataset_flickr30k.json:2 (gone.jpg): filename: 'flickr30k-images/gone.jpg': no"),
         ({"filename": 3}, "dataset_flickr30k.json:2: filename: expected text, got the number 3"),
         ({"filename": "test0.jpg"}, "dataset_flickr30k.json:2 (test0.jpg): filename: the picture stands twice"),
         ({"sentences": []}, "dataset_flickr30k.json:2 (test9.jpg): sentences: expected a list of sentences"),
-        (
-            {"sentences": [{"raw": "ok"}, {"raw": " "}]},
-            "dataset_flickr30k.json:2 (test9.jpg): sentences: blank text in 'raw' (sentence 2 of 2)",
-        ),
+        ({"sentences": [{"raw": "ok"}, {"raw": " "}]}, "dataset_flickr30k.json:2 (test9.jpg): sentences: blank text"),
     ],
 )
 def test_a_broken_picture_of_flickr30k_is_refused_by_its_number(
@@ -111,9 +111,7 @@ def test_a_broken_picture_of_flickr30k_is_refused_by_its_number(
     draw(folder / "flickr30k-images/test9.jpg", 99)
     assert len(task("flickr30k", folder).documents) == 2
     write_flickr30k(folder, [base, {**good, **change}])
-    with pytest.raises(DataError) as caught:
-        task("flickr30k", folder)
-    assert words in str(caught.value)
+    assert words in refused("flickr30k", folder)
 
 
 def test_training_may_drop_broken_pictures_but_never_one_outside(tmp_path: Path) -> None:
@@ -140,11 +138,7 @@ def test_training_may_drop_broken_pictures_but_never_one_outside(tmp_path: Path)
 @pytest.mark.parametrize(
     ("file", "line", "words"),
     [
-        (
-            "results_20130124.token",
-            "nonsense",
-            "results_20130124.token:56: expected NAME.jpg#NUMBER, a tab and a caption",
-        ),
+        ("results_20130124.token", "nonsense", "results_20130124.token:56: expected NAME.jpg#NUMBER"),
         ("test.txt", "nobody", "test.txt:4: 'nobody.jpg' has no caption in results_20130124.token"),
         ("test.txt", "test0.jpg", "test.txt:4 (test0.jpg): filename: the picture stands twice"),
     ],
@@ -154,12 +148,7 @@ def test_a_broken_line_of_the_original_captions_is_named(tmp_path: Path, file: s
     assert len(task("flickr30k", folder).documents) == 3
     with (folder / file).open("a") as handle:
         handle.write(f"{line}\n")
-    with pytest.raises(DataError) as caught:
-        task("flickr30k", folder)
-    assert words in str(caught.value)
-
-
-# Stanford Online Products
+    assert words in refused("flickr30k", folder)
 
 
 def test_each_picture_of_a_product_is_paired_with_the_next_one(tmp_path: Path) -> None:
@@ -168,7 +157,8 @@ def test_each_picture_of_a_product_is_paired_with_the_next_one(tmp_path: Path) -
     found = [(record.query, record.positives, record.label) for record in loaded.table]
     ring = [(7, 0, 1), (8, 0, 1), (7, 1, 2), (8, 1, 0), (7, 2, 0)]
     assert found == [
-        (image(folder, f"mug_final/{p}_{a}.JPG"), (image(folder, f"mug_final/{p}_{b}.JPG"),), p) for p, a, b in ring
+        (picture_of(folder, f"mug_final/{p}_{a}.JPG"), (picture_of(folder, f"mug_final/{p}_{b}.JPG"),), p)
+        for p, a, b in ring
     ]
     assert loaded.table[0].location == "Ebay_train.txt:2"
     assert loaded.notes == ("1 product has one picture and so no pair: left out.",)
@@ -234,19 +224,14 @@ def test_a_broken_line_of_sop_is_named(tmp_path: Path, line: str, words: str) ->
     assert len(task("sop", folder).queries) == 6, "blank lines hold nothing"
     lines = (folder / "Ebay_test.txt").read_text().rstrip()
     (folder / "Ebay_test.txt").write_text(f"{lines}\n{line}\n")
-    with pytest.raises(DataError) as caught:
-        task("sop", folder)
-    assert words in str(caught.value)
-
-
-# CIRR
+    assert words in refused("sop", folder)
 
 
 def test_a_query_of_cirr_is_a_picture_with_a_text_and_its_reference_is_never_ranked(tmp_path: Path) -> None:
     folder = write_cirr(tmp_path)
     first = records("cirr", folder).table[0]
-    assert first.query == Composed((image(folder, "img_raw/train/3/train-0-0.png"),), "show 1 more of group 0")
-    assert first.positives == (image(folder, "img_raw/train/3/train-0-1.png"),)
+    assert first.query == Composed((picture_of(folder, "img_raw/train/3/train-0-0.png"),), "show 1 more of group 0")
+    assert first.positives == (picture_of(folder, "img_raw/train/3/train-0-1.png"),)
     found = task("cirr", folder)
     assert found.name == "cirr/val"
     assert (len(found.queries), len(found.documents)) == (4, 12)
@@ -298,9 +283,7 @@ def test_a_broken_query_of_cirr_is_named_by_its_pairid(tmp_path: Path, change: d
     rows = pairs("val")
     rows[1] |= change
     write_json(folder / "captions/cap.rc2.val.json", rows)
-    with pytest.raises(DataError) as caught:
-        task("cirr", folder)
-    assert words in str(caught.value)
+    assert words in refused("cirr", folder)
 
 
 def test_a_query_whose_set_lacks_its_target_has_no_place_in_the_subset(tmp_path: Path) -> None:
@@ -315,11 +298,7 @@ def test_a_query_whose_set_lacks_its_target_has_no_place_in_the_subset(tmp_path:
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [
-        ("./../../secret.png", "leads out of"),
-        ("./dev/none.png", "no such file"),
-        (7, "expected a path, got int"),
-    ],
+    [("./../../secret.png", "leads out of"), ("./dev/none.png", "no such file"), (7, "expected a path, got int")],
 )
 def test_a_bad_path_of_cirr_is_refused_and_the_others_are_not(tmp_path: Path, path: object, words: str) -> None:
     draw(tmp_path / "secret.png", 1)
@@ -327,13 +306,9 @@ def test_a_bad_path_of_cirr_is_refused_and_the_others_are_not(tmp_path: Path, pa
     assert len(task("cirr", folder).documents) == 12
     file = folder / "image_splits/split.rc2.val.json"
     write_json(file, json.loads(file.read_text()) | {"val-0-3": path})
-    with pytest.raises(DataError) as caught:
-        task("cirr", folder)
-    assert "split.rc2.val.json 'val-0-3'" in str(caught.value)
-    assert words in str(caught.value)
-
-
-# All of them
+    message = refused("cirr", folder)
+    assert "split.rc2.val.json 'val-0-3'" in message
+    assert words in message
 
 
 @pytest.mark.parametrize(
@@ -341,11 +316,7 @@ def test_a_bad_path_of_cirr_is_refused_and_the_others_are_not(tmp_path: Path, pa
     [
         ("flickr30k", ["dataset_flickr30k.json"], "is missing dataset_flickr30k.json or results_20130124.token in "),
         ("flickr30k", ["flickr30k-images"], "is missing flickr30k-images/ or flickr30k_images/ or images/ in "),
-        (
-            "flickr30k",
-            ["dataset_flickr30k.json", "flickr30k-images"],
-            "is missing dataset_flickr30k.json or results_20130124.token, and flickr30k-images/ or ",
-        ),
+        ("flickr30k", ["dataset_flickr30k.json", "flickr30k-images"], "is missing dataset_flickr30k.json or results_2"),
         ("sop", ["Ebay_test.txt"], "is missing Ebay_test.txt in "),
         ("cirr", ["captions"], "is missing captions/cap.rc2.val.json or cirr/captions/cap.rc2.val.json in "),
         ("cirr", ["img_raw"], "is missing img_raw/dev/ or dev/ in "),
@@ -356,9 +327,7 @@ def test_all_that_is_missing_is_named(tmp_path: Path, name: str, gone: list[str]
     assert task(name, folder).queries
     for part in gone:
         (folder / part).rename(tmp_path / part)
-    with pytest.raises(DataError) as caught:
-        task(name, folder)
-    assert str(caught.value).startswith(f"{name}:{folder} {words}")
+    assert refused(name, folder).startswith(f"{name}:{folder} {words}")
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -405,3 +374,171 @@ def test_a_column_mapping_has_no_effect_and_says_so(tmp_path: Path) -> None:
     mapping = {"a": "query"}
     assert "column_mapping has no effect on a published set." in records("sop", folder, column_mapping=mapping).notes
     assert "column_mapping has no effect on a published set." in task("sop", folder, column_mapping=mapping).notes
+
+
+# Through the whole program: evaluate, one step of training, a short run; rows of one's own
+
+
+COUNTS = {
+    "flickr30k": (PHOTOS["test"] * CAPTIONS, PHOTOS["test"]),
+    "sop": (sum(PRODUCTS["test"].values()) - 1, sum(PRODUCTS["test"].values())),
+    "cirr": (2 * SETS, 6 * SETS),
+}
+"""Queries that count, and documents."""
+
+MODES = {"flickr30k": "t2i", "sop": "i2i", "cirr": "m2i"}
+
+
+def evaluate(tmp_path: Path, name: str, *words: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Evaluate an untrained model; return its metrics.json and the ids that each query found, best first."""
+    folder = tmp_path / "set"
+    if not folder.exists():
+        WRITERS[name](folder)
+    output = tmp_path / "-".join(("out", *words))
+    arguments = ["builtin:tiny-clip", "--data", f"{name}:{folder}", "--output", str(output), *words]
+    assert main(arguments, program="vembed evaluate") == 0
+    (metrics,) = output.glob("*/*/metrics.json")
+    run: dict[str, list[str]] = {}
+    for line in (metrics.parent / "run.trec").read_text().splitlines():
+        query, _, document, *_ = line.split()
+        run.setdefault(query, []).append(document)
+    return json.loads(metrics.read_text()), run
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_published_set_is_evaluated_by_its_name(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, run = evaluate(tmp_path, name)
+    assert (found["num_queries"], found["num_documents"]) == COUNTS[name]
+    assert len(run) == COUNTS[name][0]
+    out = capsys.readouterr().out
+    assert "hit@1 " in out
+    if name == "sop":
+        assert not any(query in documents for query, documents in run.items()), "no picture finds itself"
+        assert {len(documents) for documents in run.values()} == {COUNTS[name][1] - 1}
+    if name == "flickr30k":
+        assert {len(documents) for documents in run.values()} == {PHOTOS["test"]}
+    if name == "cirr":
+        assert found["metrics"]["recall@50"] == 1.0
+        assert not any(f"val-{int(query) // 10}-0" in documents for query, documents in run.items())
+        assert {len(documents) for documents in run.values()} == {6 * SETS - 1}
+
+
+@pytest.mark.slow
+def test_the_subset_of_cirr_is_the_whole_ranking_restricted(tmp_path: Path) -> None:
+    whole, ranked = evaluate(tmp_path, "cirr")
+    subset, found = evaluate(tmp_path, "cirr", "--split", "val-subset")
+    for query, documents in found.items():
+        group = int(query) // 10
+        assert documents == [name for name in ranked[query] if name.startswith(f"val-{group}-")]
+        assert len(documents) == 5
+    targets = {query: f"val-{int(query) // 10}-{int(query) % 10 + 1}" for query in found}
+    for k in (1, 2, 3):
+        share = np.mean([targets[query] in documents[:k] for query, documents in found.items()])
+        assert subset["metrics"][f"recall@{k}"] == pytest.approx(share)
+    assert "recall@2" not in whole["metrics"]
+
+
+@pytest.mark.slow
+def test_a_cut_off_of_a_thousand_may_be_asked_for(tmp_path: Path) -> None:
+    found, _ = evaluate(tmp_path, "sop", "--metric", "hit@1000")
+    assert found["metrics"]["hit@1000"] == 1.0
+
+
+def dry_run(tmp_path: Path, data: str, **keys: Any) -> None:
+    values = {
+        "model_name": "builtin:tiny-clip", "data_path": data, "test_data_path": data, "eval_strategy": "no",
+        "batch_size": 4, "report_to": "none", "bm25": False, "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    run_from_config(Config.model_validate(values | keys), mode="dry-run")
+
+
+@pytest.mark.parametrize(
+    "name", ["flickr30k", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sop", "cirr"))]
+)
+def test_a_published_set_trains_a_step_in_its_own_mode_alone(tmp_path: Path, name: str) -> None:
+    folder = WRITERS[name](tmp_path / "set")
+    dry_run(tmp_path, f"{name}:{folder}", retrieval_mode=MODES[name])
+    with pytest.raises(DataError, match=f"set retrieval_mode to {MODES[name]}"):
+        dry_run(tmp_path, f"{name}:{folder}", retrieval_mode="t2t")
+    with pytest.raises(DataError, match="builtin:ngram-bag reads texts, and"):
+        dry_run(tmp_path, f"{name}:{folder}", model_name="builtin:ngram-bag")
+
+
+@pytest.mark.slow
+def test_a_short_run_on_composed_queries_ends_with_a_report_that_shows_both_parts(tmp_path: Path) -> None:
+    folder = write_cirr(tmp_path / "set")
+    keys = {
+        "model_name": "builtin:tiny-clip", "data_path": f"cirr:{folder}", "val_data_path": f"cirr:{folder}",
+        "val_data_split": "val-subset", "test_data_path": f"cirr:{folder}", "batch_size": 4, "max_steps": 2,
+        "eval_strategy": "steps", "eval_steps": 1, "report_to": "none", "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    result = run_from_config(Config.model_validate(keys))
+    assert result is not None
+    report = (tmp_path / "run/report/report.html").read_text("utf-8")
+    assert "show 1 more of group 0" in report
+    assert "data:image/" in report
+    assert "pictures with a text search pictures" in report
+    final = json.loads((tmp_path / "run/evaluation/final/metrics.json").read_text())
+    assert "recall@50" in final["metrics"]
+
+
+def write_rows(folder: Path, *, query_text: str = "but {} red", positive: str = "{}-b.png") -> Path:
+    """Write 4 rows whose queries are a picture and a text."""
+    rows = []
+    for number in range(4):
+        for side in "ab":
+            draw(folder / f"{number}-{side}.png", 10 * number + ord(side))
+        text = query_text.format(number)
+        target = positive.format(number)
+        column = "positive_image" if target.endswith(".png") else "positive"
+        rows.append({"query": text, "query_image": f"{number}-a.png", column: target})
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def loaded(path: Path, mode: RetrievalMode = "auto") -> RunData:
+    keys = DataKeys(data_path=str(path), test_data_path=str(path), retrieval_mode=mode)
+    return load_run_data(keys, needs_dev=False)
+
+
+def test_composed_rows_are_of_mode_m(tmp_path: Path) -> None:
+    pictures, texts = write_rows(tmp_path / "i"), write_rows(tmp_path / "t", positive="answer {}")
+    facts = dict(loaded(pictures, "m2i").facts())
+    assert facts["training direction"] == "pictures with a text search pictures"
+    assert facts["distinct pictures in them"].startswith("8, all 24 x 20")
+    assert loaded(texts, "m2t").counts.items.direction == "pictures with a text search texts"
+    with pytest.raises(
+        DataError, match="holds 4 query pictures with a text, 4 document texts; set retrieval_mode to m2t"
+    ):
+        loaded(texts, "m2i")
+    with pytest.raises(DataError, match="set retrieval_mode to m2i"):
+        loaded(pictures, "i2i")
+    assert sorted(record_texts(loaded(pictures).records)) == [f"but {number} red" for number in range(4)]
+
+
+def test_documents_of_both_kinds_have_no_mode_but_auto() -> None:
+    counts = ItemCounts()
+    counts.add("query", ["a"])
+    counts.add("document", [Composed((Image("c.png"),), "t")])
+    counts.require("auto", "set")
+    with pytest.raises(DataError, match="1 document pictures with a text; set retrieval_mode to auto"):
+        counts.require("t2i", "set")
+
+
+def test_the_fingerprint_of_a_run_is_of_both_parts(tmp_path: Path) -> None:
+    before = loaded(write_rows(tmp_path / "a")).fingerprint
+    assert loaded(write_rows(tmp_path / "b")).fingerprint == before, "wherever the pictures lie"
+    assert loaded(write_rows(tmp_path / "c", query_text="but {} blue")).fingerprint != before
+    other = write_rows(tmp_path / "d")
+    draw(tmp_path / "d/2-a.png", 999)
+    assert loaded(other).fingerprint != before
+
+
+def test_composed_rows_train_a_step_and_need_a_model_of_two_towers(tmp_path: Path) -> None:
+    path = write_rows(tmp_path)
+    dry_run(tmp_path, str(path), retrieval_mode="m2i", image_augmentation="light")
+    with pytest.raises(DataError, match="reads texts, and"):
+        dry_run(tmp_path, str(path), model_name="builtin:ngram-bag")

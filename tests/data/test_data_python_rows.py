@@ -1,11 +1,11 @@
 """Rows of a Python caller: whatever holds them, they are read and checked as those of a file."""
 
-from __future__ import annotations
-
 import datetime
 import json
+from collections.abc import Iterator
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -17,10 +17,6 @@ from vembed.data.keys import DataKeys
 from vembed.data.python_rows import write_rows
 from vembed.data.read import read
 from vembed.errors import DataError, MachineError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 ROWS = [
     {"query": "a red fox", "positive": ["un xofo", "dera"], "label": 3},

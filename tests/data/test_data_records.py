@@ -1,32 +1,25 @@
-from __future__ import annotations
+"""Tables of rows: they come back as they went in, from memory and from disk, known by their content."""
 
 import hashlib
 import json
+import logging
+import os
 import random
-from typing import TYPE_CHECKING, Any
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from kit.rows import Paint, load, png, table_of
 
-from vembed.batch import MODALITY_WORDS, Composed, Image, content_id, modality_of
+from vembed.batch import MODALITY_WORDS, Composed, Image, Item, content_id, modality_of
+from vembed.data import table_cache, table_writer
 from vembed.data.columns import WEIGHT_COLUMN, ExtraColumn
-from vembed.data.table import BLOCK_ROWS, ItemColumn, Record, RecordTable
+from vembed.data.table import BLOCK_ROWS, ItemColumn, LoadedRecords, Record, RecordTable
 from vembed.data.table_writer import ItemWriter, Numbering, RecordWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vembed.batch import Item
-
-
-def make_table(
-    rows: Sequence[tuple[str, tuple[str, ...], tuple[str, ...], str | int | None]], file: str = "a.jsonl"
-) -> RecordTable:
-    writer = RecordWriter()
-    for line, (query, positives, negatives, label) in enumerate(rows, start=1):
-        writer.add(query, positives=positives, negatives=negatives, label=label, file=file, line=line)
-    return writer.finish()
-
+from vembed.errors import DataError, MachineError
 
 ROWS: list[tuple[str, tuple[str, ...], tuple[str, ...], str | int | None]] = [
     ("q0", ("p0",), (), None),
@@ -36,19 +29,15 @@ ROWS: list[tuple[str, tuple[str, ...], tuple[str, ...], str | int | None]] = [
 
 
 def test_records_come_back_as_they_went_in() -> None:
-    table = make_table(ROWS)
+    table = table_of(ROWS, "a.jsonl")
     assert len(table) == 3
     assert [table[i] for i in range(3)] == [Record(*row, f"a.jsonl:{i + 1}") for i, row in enumerate(ROWS)]
     assert list(table) == table.take([0, 1, 2])
     assert table[-1] == table[2]
-    assert isinstance(table[1].label, int)
-    assert isinstance(table[2].label, str)
-
-
-def test_take_keeps_the_order_asked_for_and_repeats() -> None:
-    table = make_table(ROWS)
+    assert [type(record.label) for record in table] == [type(None), int, str]
     assert [record.query for record in table.take([2, 0, 2])] == ["q2", "q0", "q2"]
-    assert table.take([]) == []
+    assert [record.query for record in table.subset([2, 0]).subset([1])] == ["q0"]
+    assert table.take([]) == list(table_of([])) == []
 
 
 HARD_TEXTS = ["plain", 'a "quote"', "back\\slash", "tab\t", "del\x7f", "ü", "\U0001f600", " ", "", "a\u2028b", "~ }!"]
@@ -97,7 +86,7 @@ def test_the_fingerprint_hashes_what_each_row_holds(label: str | int | None, wei
 
 @pytest.mark.parametrize("index", [3, -4])
 def test_a_position_outside_is_an_index_error(index: int) -> None:
-    table = make_table(ROWS)
+    table = table_of(ROWS)
     with pytest.raises(IndexError):
         table[index]
     with pytest.raises(IndexError):
@@ -107,59 +96,31 @@ def test_a_position_outside_is_an_index_error(index: int) -> None:
     assert table[2].query == "q2"
 
 
-def test_subset_of_a_subset_counts_in_the_subset() -> None:
-    table = make_table(ROWS)
-    part = table.subset([2, 0])
-    assert [record.query for record in part] == ["q2", "q0"]
-    assert [record.query for record in part.subset([1])] == ["q0"]
-    assert len(part) == 2
-    with pytest.raises(IndexError):
-        part[2]
-
-
 def test_records_survive_the_borders_of_blocks() -> None:
     count = BLOCK_ROWS * 2 + 3
-    table = make_table([(f"q{i}", (f"p{i}",), (f"n{i}",) * (i % 3), i % 5 or None) for i in range(count)])
-    assert len(table) == count
-    for i in (0, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS * 2, count - 1):
-        assert table[i] == Record(f"q{i}", (f"p{i}",), (f"n{i}",) * (i % 3), i % 5 or None, f"a.jsonl:{i + 1}")
-    assert [record.query for record in table] == [f"q{i}" for i in range(count)]
+    rows = [(f"q{i}", (f"p{i % 7}",), (f"n{i % 9}",) * (i % 3), i % 5 or None) for i in range(count)]
+    table = table_of(rows)
+    assert list(table) == [Record(*row, f"rows.jsonl:{i + 1}") for i, row in enumerate(rows)]
+    assert [table[i].query for i in (0, BLOCK_ROWS - 1, BLOCK_ROWS, -1)] == [
+        rows[i][0] for i in (0, BLOCK_ROWS - 1, BLOCK_ROWS, -1)
+    ]
+    assert len(table.items) == count + 7 + 6, "a document of many rows is stored once"
 
 
 def test_fingerprint_is_of_content_not_of_location() -> None:
-    assert make_table(ROWS).fingerprint == make_table(ROWS, file="elsewhere.jsonl").fingerprint
-    assert make_table(ROWS).subset([0, 1]).fingerprint == make_table(ROWS[:2]).fingerprint
+    assert table_of(ROWS).fingerprint == table_of(ROWS, "elsewhere.jsonl").fingerprint
+    assert table_of(ROWS).subset([0, 1]).fingerprint == table_of(ROWS[:2]).fingerprint
 
 
 def test_fingerprint_changes_with_order_and_every_field() -> None:
     variants = [
-        ROWS,
-        ROWS[::-1],
-        ROWS[:2],
-        [("q0!", *ROWS[0][1:]), *ROWS[1:]],
-        [("q0", ("p0", "more"), (), None), *ROWS[1:]],
-        [("q0", ("p0",), ("more",), None), *ROWS[1:]],
-        [("q0", ("p0",), (), 0), *ROWS[1:]],
+        ROWS, ROWS[::-1], ROWS[:2], [("q0!", *ROWS[0][1:]), *ROWS[1:]], [("q0", ("p0", "more"), (), None), *ROWS[1:]],
+        [("q0", ("p0",), ("more",), None), *ROWS[1:]], [("q0", ("p0",), (), 0), *ROWS[1:]],
         [("q0", ("p0",), (), "0"), *ROWS[1:]],
-    ]
-    prints = {make_table(rows).fingerprint for rows in variants}
+    ]  # fmt: skip
+    prints = {table_of(rows).fingerprint for rows in variants}
     assert len(prints) == len(variants)
     assert all(len(value) == 64 for value in prints)
-
-
-def test_an_empty_table_has_no_records() -> None:
-    table = make_table([])
-    assert len(table) == 0
-    assert list(table) == []
-
-
-def test_a_document_of_many_rows_is_stored_once() -> None:
-    count = BLOCK_ROWS * 3 + 1
-    documents = [f"document {i} " * 50 for i in range(7)]
-    rows = [(f"q{i % 100}", (documents[i % 7],), (documents[(i + 3) % 7],), None) for i in range(count)]
-    table = make_table(rows)
-    assert len(table.items) == 107
-    assert [(record.query, record.positives, record.negatives) for record in table] == [row[:3] for row in rows]
 
 
 def test_items_are_numbered_as_they_first_occur_however_many_there_are() -> None:
@@ -181,17 +142,30 @@ def test_keys_that_share_a_slot_keep_their_own_numbers() -> None:
     assert keys[new].tolist() == list(of)
 
 
-def test_texts_paths_and_bytes_that_look_alike_are_different_items() -> None:
-    items = ("a", Image("a"), Image("a", b"1"), Image("b", b"1"), Image("a", b"2"), Composed((Image("a"),), "a"))
-    items = (*items, Composed((Image("a", b"1"),), "a"), Composed((Image("a"),), "b"), "b", Image("b"), "\0pa")
-    writer = RecordWriter()
-    for line in range(3):
-        writer.add(items[line], positives=items, negatives=items[::-1], file="f", line=line)
-    table = writer.finish()
-    assert len(table.items) == len(items)
-    assert table.items.num_blobs == 2
-    for line, record in enumerate(table):
-        assert (record.query, record.positives, record.negatives) == (items[line], items, items[::-1])
+def test_items_that_look_alike_stay_apart_and_their_content_alone_makes_the_fingerprint(paint: Paint) -> None:
+    red, blue = (Image(str(paint(f"{colour}.png", colour))) for colour in ("red", "blue"))
+    pictures = [red, blue, Composed((red,), "a"), Composed((red,), "b"), Composed((red, blue), "")]
+    pictures += [Composed((blue, red), ""), Composed((red, blue, red), "a")]
+    items = (*pictures, "a", "b", "1:\0p", "\0pa", "", " spaced ", red.path)
+    assert len({table_of([(item, ["p"])]).fingerprint for item in items}) == len(items)
+
+    def in_memory(picture: Image) -> Image:
+        return Image(f"n:{picture.path[-8:]}", png("red" if picture is red else "blue"))
+
+    held = [
+        Composed(tuple(map(in_memory, each.images)), each.text) if isinstance(each, Composed) else in_memory(each)
+        for each in pictures
+    ]
+    for item, moved in zip(pictures, held, strict=True):
+        assert table_of([(item, ["p"])]).fingerprint == table_of([(moved, ["p"])]).fingerprint
+    everything = (*items, *held)
+    table = table_of((item, everything, everything[::-1]) for item in everything)
+    assert len(table.items) == len(everything)
+    assert table.items.num_blobs == 2, "equal bytes are kept once"
+    assert [(each.query, each.positives, each.negatives) for each in table] == [
+        (item, everything, everything[::-1]) for item in everything
+    ]
+    assert table.subset([3, 16]).subset([1])[0].query == everything[16]
 
 
 def graded_table(rows: list[tuple[tuple[float, ...], float, int]]) -> RecordTable:
@@ -224,7 +198,7 @@ def test_items_have_the_ids_and_modalities_of_their_content() -> None:
     writer = RecordWriter()
     for line, item in enumerate(items, start=1):
         writer.add(item, positives=["p", item], negatives=[f"n{line}"] * (line % 2), file="a", line=line)
-    for table in (writer.finish(), make_table(ROWS)):
+    for table in (writer.finish(), table_of(ROWS)):
         part = table.subset(range(1, len(table)))
         records = list(part)
         found: dict[ItemColumn, list[tuple[int, Item]]] = {
@@ -240,3 +214,262 @@ def test_items_have_the_ids_and_modalities_of_their_content() -> None:
             assert [names[code] for code in part.items.modalities[numbers]] == [
                 modality_of(item) for _, item in expected
             ]
+
+
+# Rows that were read once come back from disk, and only while they are still true
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def rows_of(count: int, word: str = "p") -> list[dict[str, Any]]:
+    return [{"query": f"q{i}", "positive": f"{word}{i}"} for i in range(count)]
+
+
+def folders(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.iterdir() if path.is_dir())
+
+
+def is_mapped(loaded: LoadedRecords, caplog: pytest.LogCaptureFixture) -> bool:
+    """Whether the rows came from the cache; forgets what was logged."""
+    told = "mapped from" in caplog.text
+    caplog.clear()
+    assert loaded.table.folder is not None
+    return told
+
+
+def test_every_kind_of_row_comes_back_from_disk_as_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_writer, "BLOCK_ROWS", 50)
+    picture, other = Image("a.png", b"a picture"), Image("b.png", b"another one" * 1000)
+    columns = (ExtraColumn("weight/of ü", "how much it counts"), ExtraColumn("times", "how often", kind="int"))
+    count = 203
+    tables = []
+    for folder in (None, tmp_path):
+        writer = RecordWriter(columns, folder)
+        for i in range(count):
+            writer.add(
+                picture if i % 7 == 1 else Composed((picture, other), f"both {i}") if i % 7 == 2 else f"q{i} é",
+                positives=[f"p{i % 50}", other] if i % 3 else [],
+                negatives=[f"n{i}"] * (i % 4),
+                label=(None, i, f"class {i % 9}", 2**40)[0 if i < 100 else i % 4],
+                scores=[0.5, float(i)][: i % 3],
+                columns={"weight/of ü": i / 3, "times": i},
+                file=f"file {i % 2}",
+                line=i,
+            )
+        tables.append(writer.finish())
+    held, stored = tables
+    again = RecordTable.mapped(tmp_path)
+    assert list(held) == list(stored) == list(again)
+    assert held.fingerprint == stored.fingerprint == again.fingerprint
+    assert held.subset([5, 3]).fingerprint == again.subset([5, 3]).fingerprint != again.fingerprint
+    assert held.items.ids.tolist() == again.items.ids.tolist()
+
+
+def test_a_second_start_maps_what_the_first_one_read(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = write(tmp_path / "a.jsonl", [*rows_of(5), {"query": "", "positive": "p"}])
+    first = load(path, skip_invalid_records=True)
+    assert not is_mapped(first, caplog)
+    fingerprint = first.table.fingerprint
+    second = load(path, skip_invalid_records=True)
+    assert is_mapped(second, caplog)
+    assert list(first.table) == list(second.table)
+    assert first.notes == second.notes
+    assert "1 invalid row dropped" in first.notes[0]
+    assert str(folders(cache)[0]) in first.notes[-1]
+    assert first.num_invalid == second.num_invalid == 1
+    assert second.table.fingerprint == fingerprint
+    assert len(folders(cache)) == 1
+
+
+def test_files_below_the_size_are_not_kept(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(5))
+    monkeypatch.setattr(table_cache, "LEAST_BYTES", (tmp_path / "a.jsonl").stat().st_size + 1)
+    assert load(path).table.folder is None
+    monkeypatch.setattr(table_cache, "LEAST_BYTES", (tmp_path / "a.jsonl").stat().st_size)
+    assert load(path).table.folder in folders(cache)
+
+
+def test_never_keeps_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(table_cache.VARIABLE, "never")
+    assert load(write(tmp_path / "a.jsonl", rows_of(5))).table.folder is None
+    assert not cache.exists()
+
+
+def test_what_changed_is_read_anew_and_takes_the_place_of_the_old(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = write(tmp_path / "a.jsonl", rows_of(5))
+    before = load(path)
+    assert not is_mapped(before, caplog)
+    assert is_mapped(load(path), caplog)
+    stat = (tmp_path / "a.jsonl").stat()
+    write(tmp_path / "a.jsonl", rows_of(5, "d"))
+    os.utime(tmp_path / "a.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    after = load(path)  # equal size, and a time that was set back
+    assert not is_mapped(after, caplog)
+    assert after.table[0].positives == ("d0",)
+    assert len(folders(cache)) == 1
+    assert before.table[0].positives == ("p0",)  # what is mapped outlives its folder
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"role": "validation"},
+        {"column_mapping": {"more": "negatives"}},
+        {"label_kind": "class"},
+        {"skip_invalid_records": True},
+    ],
+)
+def test_rows_read_in_another_way_are_others(
+    tmp_path: Path, cache: Path, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = write(tmp_path / "a.jsonl", [{**row, "more": "n"} for row in rows_of(5)])
+    load(path)
+    assert not is_mapped(load(path, **changed), caplog)
+    assert is_mapped(load(path, num_workers=3, drop_last=True), caplog)
+    assert len(folders(cache)) == 2
+
+
+def _truncate(folder: Path) -> None:
+    os.truncate(folder / "items.arrow", 3)
+
+
+def _flip(folder: Path) -> None:
+    data = bytearray((folder / "items.arrow").read_bytes())
+    data[0] ^= 1
+    (folder / "items.arrow").write_bytes(data)
+
+
+def _lose(folder: Path) -> None:
+    (folder / "rows.arrow").unlink()
+
+
+def _forget(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize("damage", [_truncate, _flip, _lose, _forget])
+def test_what_is_damaged_is_read_anew(
+    tmp_path: Path, cache: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = write(tmp_path / "a.jsonl", rows_of(5))
+    first = list(load(path).table)
+    damage(folders(cache)[0])
+    again = load(path)
+    assert "the data are read anew" in caplog.text
+    assert not is_mapped(again, caplog)
+    assert list(again.table) == first
+    assert is_mapped(load(path), caplog)
+
+
+def test_what_a_kill_left_is_cleared_away_and_nothing_is_kept_of_refused_data(tmp_path: Path, cache: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"query": "q"}])
+    with pytest.raises(DataError, match="positive"):
+        load(path)
+    assert folders(cache) == []
+    write(tmp_path / "a.jsonl", rows_of(5))
+    left = load(path).table.folder
+    assert left is not None
+    shutil.copytree(left, cache / f".{left.name}.left")
+    shutil.rmtree(left)
+    assert load(path).table.folder == left
+    assert folders(cache) == [left]
+
+
+def test_pictures_in_files_are_looked_at_in_every_start(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    path = write(tmp_path / "a.jsonl", [{"query": f"q{i}", "positive_image": "a.png"} for i in range(3)])
+    loaded = load(path)
+    assert folders(cache) == []
+    assert loaded.table[2].positives == (Image(str((tmp_path / "a.png").resolve())),)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(DataError, match="no such file"):
+        load(path)
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(5))
+    stamps = iter([[(1, 2)], [(1, 3)]])
+    monkeypatch.setattr(table_cache, "_stamps", lambda files: next(stamps))
+    assert len(load(path).table) == 5
+    assert folders(cache) == []
+
+
+def test_a_folder_without_room_is_named_and_not_used(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(5))
+    monkeypatch.setattr(table_cache, "FREE_SHARE", 1e30)
+    loaded = load(path)
+    assert loaded.table.folder is None
+    assert loaded.notes[-1].startswith(f"The rows are not kept in {cache}: it has ")
+    monkeypatch.setenv(table_cache.VARIABLE, path)
+    loaded = load(path)
+    assert loaded.table.folder is None
+    assert "Not a directory" in loaded.notes[-1]
+
+
+def test_a_disk_that_fills_up_says_what_to_do(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = write(tmp_path / "a.jsonl", rows_of(5))
+    monkeypatch.setattr(table_cache, "fsync_path", full)
+    with pytest.raises(MachineError, match=r"can't be kept in .*No space left on device; .*VEMBED_CACHE"):
+        load(path)
+    assert folders(cache) == []
+
+
+def test_processes_that_start_together_read_once_and_share(tmp_path: Path, cache: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(2000))
+    children = []
+    for _ in range(3):
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if not child:
+            loaded = load(path)
+            stat = (cache / loaded.table.folder.name / "items.arrow").stat() if loaded.table.folder else None
+            os.write(write_end, f"{loaded.table.fingerprint} {stat and stat.st_ino}".encode())
+            os._exit(0)
+        os.close(write_end)
+        children.append((child, read_end))
+    told = set()
+    for child, read_end in children:
+        with os.fdopen(read_end) as pipe:
+            told.add(pipe.read())
+        assert os.waitpid(child, 0)[1] == 0
+    assert len(told) == 1
+    assert len(folders(cache)) == 1
+
+
+def test_without_locks_in_the_file_system_the_first_one_wins(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: object, how: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    path = write(tmp_path / "a.jsonl", rows_of(5))
+    monkeypatch.setattr(table_cache.fcntl, "flock", refuse)
+    keep = table_cache._keep
+
+    def late(loaded: LoadedRecords, temporary: Path, folder: Path) -> None:
+        shutil.copytree(temporary, tmp_path / "copy")
+        keep(loaded, temporary, folder)
+        keep(loaded, shutil.copytree(tmp_path / "copy", cache / ".another"), folder)
+
+    monkeypatch.setattr(table_cache, "_keep", late)
+    loaded = load(path)
+    assert [record.query for record in loaded.table] == [f"q{i}" for i in range(5)]
+    assert loaded.table.folder in folders(cache)

@@ -1,37 +1,28 @@
-"""Each rule that a row must keep, with a valid neighbour for each refusal."""
+"""Each rule that a row must keep, with a valid neighbour for each refusal; columns by name, by habit and by mapping."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+from kit.rows import Jsonl, Paint, load, only, refusal
 
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
+from vembed.data.read import describe, read
+from vembed.data.table import LoadedRecords, Record
 from vembed.errors import ConfigError, DataError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from conftest import WriteJsonl
-
-    from vembed.data.table import Record
-
-TRAIN = {"role": "train"}
 GOOD = {"query": "a query", "positive": "an answer"}
 
 
-CLASSES = {"role": "train", "keys": DataKeys(label_kind="class")}
-
-
-def mapped(mapping: Mapping[str, str | None]) -> dict[str, Any]:
-    # Python callers may also name aliases, which a configuration doesn't take.
-    return {"role": "train", "keys": DataKeys.model_construct(column_mapping=mapping)}
-
-
-def only(write_jsonl: WriteJsonl, row: Any, options: dict[str, Any] = TRAIN) -> Record:
-    (record,) = read(str(write_jsonl([row])), **options).records().table
+def aliased(path: Path, mapping: Mapping[str, str | None]) -> Record:
+    """Read a row as Python callers may, who also name aliases, which a configuration doesn't take."""
+    (record,) = read(str(path), "train", DataKeys.model_construct(column_mapping=mapping)).records().table
     return record
+
+
+def load_mapped(path: Path, /, **mapping: Any) -> LoadedRecords:
+    return load(path, column_mapping=mapping)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +38,7 @@ def only(write_jsonl: WriteJsonl, row: Any, options: dict[str, Any] = TRAIN) -> 
         ({"query": True, "positive": "p"}, "query", "expected text, got true"),
         ({"query": ["q"], "positive": "p"}, "query", "expected text, got a list"),
         ('{"query": "half \\ud83d", "positive": "p"}', "query", "not valid UTF-8 text (character 6)"),
-        ({"query": "q"}, "positive", "missing"),
-        ({"positive": "p"}, "query", "missing"),
+        *[({"query": "q"}, "positive", "missing"), ({"positive": "p"}, "query", "missing")],
         ({"query": "q", "positive": None}, "positive", "no positives"),
         ({"query": "q", "positive": []}, "positive", "no positives"),
         ({"query": "q", "positive": ["p", ""]}, "positive", "empty text (item 2 of 2)"),
@@ -63,26 +53,22 @@ def only(write_jsonl: WriteJsonl, row: Any, options: dict[str, Any] = TRAIN) -> 
         ({"query": "q", "positive": ["a", "p "], "negative_2": "p"}, "negative_2", "the row's own positive"),
         ({"query": "q", "positive": "p", "label": [1]}, "label", "not a list"),
         ({"query": "q", "positive": "p", "label": ""}, "label", "empty text; null means no label"),
-        ("{'query': 'q'}", None, "bad JSON"),
-        ('{"query": "q", "positive": "p"', None, "bad JSON"),
+        *[("{'query': 'q'}", None, "bad JSON"), ('{"query": "q", "positive": "p"', None, "bad JSON")],
         ('{"query": "q", "query": "r", "positive": "p"}', None, "the key 'query' stands twice"),
-        ("[" * 100_000, None, "bad JSON"),
-        ('["q", "p"]', None, "expected a JSON object, got list"),
+        *[("[" * 100_000, None, "bad JSON"), ('["q", "p"]', None, "expected a JSON object, got list")],
         ("null", None, "expected a JSON object"),
     ],
 )
 def test_a_broken_row_is_refused_with_line_column_and_reason(
-    write_jsonl: WriteJsonl, row: Any, column: str | None, reason: str
+    jsonl: Jsonl, row: Any, column: str | None, reason: str
 ) -> None:
-    path = write_jsonl([GOOD, row, GOOD])
-    with pytest.raises(DataError) as caught:
-        read(str(path), **TRAIN).records()
-    message = str(caught.value)
+    path = jsonl([GOOD, row, GOOD])
+    message = refusal(path)
     assert f"1 invalid row in {path}" in message
     assert f"  train.jsonl:2: {column + ': ' if column else ''}" in message
     assert reason in message
     assert "skip_invalid_records: true" in message
-    assert len(read(str(write_jsonl([GOOD, GOOD])), **TRAIN).records().table) == 2
+    assert len(load(jsonl([GOOD, GOOD])).table) == 2
 
 
 @pytest.mark.parametrize(
@@ -111,9 +97,9 @@ def test_a_broken_row_is_refused_with_line_column_and_reason(
     ],
 )
 def test_what_a_valid_row_becomes(
-    write_jsonl: WriteJsonl, row: Any, positives: tuple[str, ...], negatives: tuple[str, ...], label: Any
+    jsonl: Jsonl, row: Any, positives: tuple[str, ...], negatives: tuple[str, ...], label: Any
 ) -> None:
-    record = only(write_jsonl, row, CLASSES)
+    record = only(jsonl([row]), label_kind="class")
     assert (record.query, record.positives, record.negatives, record.label) == ("a query", positives, negatives, label)
     assert type(record.label) is type(label)
     assert record.location == "train.jsonl:1"
@@ -123,8 +109,8 @@ def test_what_a_valid_row_becomes(
 @pytest.mark.parametrize(
     "positive", ["positive", "pos", "text", "passage", "document", "sentence2", "answer", "positive_passages"]
 )
-def test_names_of_query_and_positive(write_jsonl: WriteJsonl, query: str, positive: str) -> None:
-    record = only(write_jsonl, {query: "q", positive: "p"})
+def test_names_of_query_and_positive(jsonl: Jsonl, query: str, positive: str) -> None:
+    record = only(jsonl([{query: "q", positive: "p"}]))
     assert (record.query, record.positives) == ("q", ("p",))
 
 
@@ -141,8 +127,8 @@ def test_names_of_query_and_positive(write_jsonl: WriteJsonl, query: str, positi
         {"negative_1": ["a", "b"], "negative_3": None},
     ],
 )
-def test_names_of_negatives(write_jsonl: WriteJsonl, columns: dict[str, Any]) -> None:
-    assert only(write_jsonl, {**GOOD, **columns}).negatives == ("a", "b")
+def test_names_of_negatives(jsonl: Jsonl, columns: dict[str, Any]) -> None:
+    assert only(jsonl([{**GOOD, **columns}])).negatives == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -156,43 +142,31 @@ def test_names_of_negatives(write_jsonl: WriteJsonl, columns: dict[str, Any]) ->
         ({"label": "x", "score": "x"}, ["'label'", "'score'"]),
     ],
 )
-def test_an_alias_beside_its_key_names_both(write_jsonl: WriteJsonl, extra: dict[str, Any], names: list[str]) -> None:
-    path = write_jsonl([GOOD, {**GOOD, **extra}])
+def test_an_alias_beside_its_key_names_both(jsonl: Jsonl, extra: dict[str, Any], names: list[str]) -> None:
+    path = jsonl([GOOD, {**GOOD, **extra}])
     with pytest.raises(DataError, match=r"train\.jsonl:2: columns") as caught:
-        read(str(path), **TRAIN).records()
+        load(path)
     assert all(name in str(caught.value) for name in names)
     # The fix that the message gives, on rows that all have the column.
     last = names[1].strip("'")
-    assert only(write_jsonl, {**GOOD, **extra}, mapped({last: None})).query == "a query"
+    assert aliased(jsonl([{**GOOD, **extra}]), {last: None}).query == "a query"
 
 
-def test_rows_may_differ_in_their_names(write_jsonl: WriteJsonl) -> None:
-    path = write_jsonl([GOOD, {"anchor": "q2", "text": "p2"}, {"negative_1": "n", **GOOD}])
-    assert [record.query for record in read(str(path), **TRAIN).records().table] == ["a query", "q2", "a query"]
-
-
-def test_column_mapping_renames_and_drops(write_jsonl: WriteJsonl) -> None:
+def test_column_mapping_renames_and_drops(jsonl: Jsonl) -> None:
     row = {"claim": "q", "evidence": "p", "bad": "n", "label": 0.5, "query": "not this"}
     mapping = {"claim": "query", "evidence": "passage", "bad": "negative_1", "label": None, "query": None}
-    record = only(write_jsonl, row, mapped(mapping))
+    record = aliased(jsonl([row]), mapping)
     assert (record.query, record.positives, record.negatives, record.label) == ("q", ("p",), ("n",), None)
 
 
-def test_a_mapped_name_beside_its_key_names_both(write_jsonl: WriteJsonl) -> None:
+def test_a_mapped_name_beside_its_key_or_of_no_row_is_refused(jsonl: Jsonl) -> None:
     with pytest.raises(DataError, match=r"'query' and 'claim' \(mapped to 'query'\) both stand for 'query'"):
-        only(write_jsonl, {**GOOD, "claim": "q"}, mapped({"claim": "query"}))
-
-
-def test_mapping_a_column_that_no_row_has_names_the_closest(write_jsonl: WriteJsonl) -> None:
-    row = {"claim": "q", "positive": "p"}
+        aliased(jsonl([{**GOOD, "claim": "q"}]), {"claim": "query"})
+    path = jsonl([{"claim": "q", "positive": "p"}])
     with pytest.raises(DataError, match=r"'claims'.*did you mean 'claim'\?"):
-        only(write_jsonl, row, mapped({"claims": "query"}))
-    assert only(write_jsonl, row, mapped({"claim": "query"})).query == "q"
-
-
-def test_mapping_a_column_of_the_last_row_only_is_fine(write_jsonl: WriteJsonl) -> None:
-    path = write_jsonl([GOOD, {**GOOD, "image": "x.png"}])
-    assert len(read(str(path), **mapped({"image": None})).records().table) == 2
+        load_mapped(path, claims="query")
+    assert load_mapped(path, claim="query").table[0].query == "q"
+    assert len(load_mapped(jsonl([GOOD, {**GOOD, "image": "x.png"}]), image=None).table) == 2, "one row has it"
 
 
 @pytest.mark.parametrize(
@@ -203,80 +177,185 @@ def test_mapping_a_column_of_the_last_row_only_is_fine(write_jsonl: WriteJsonl) 
         ({"a": "negative_1", "b": "negative_1"}, "both 'a' and 'b' to 'negative_1'"),
     ],
 )
-def test_a_mapping_that_cannot_be_is_a_config_error(
-    write_jsonl: WriteJsonl, mapping: dict[str, str], words: str
-) -> None:
+def test_a_mapping_that_cannot_be_is_a_config_error(jsonl: Jsonl, mapping: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        only(write_jsonl, GOOD, mapped(mapping))
+        aliased(jsonl([GOOD]), mapping)
 
 
-def test_a_column_that_no_row_has_is_said_once(write_jsonl: WriteJsonl) -> None:
-    path = write_jsonl([{"qeury": "q", "positive": "p"}] * 50)
+def test_a_column_that_no_row_has_is_said_once(jsonl: Jsonl) -> None:
+    path = jsonl([{"qeury": "q", "positive": "p"}] * 50)
     with pytest.raises(
         DataError, match=r"no row of .* has a column 'query'.*column_mapping: \{qeury: query\}"
     ) as caught:
-        read(str(path), **TRAIN).records()
+        load(path)
     assert str(caught.value).count("\n") == 0
 
 
-def test_unknown_columns_are_ignored_and_named_once(write_jsonl: WriteJsonl) -> None:
-    loaded = read(str(write_jsonl([{**GOOD, "id": 1}, {**GOOD, "id": 2, "source": "x"}])), **TRAIN).records()
+def test_unknown_columns_are_ignored_and_named_once(jsonl: Jsonl) -> None:
+    loaded = load(jsonl([{**GOOD, "id": 1}, {**GOOD, "id": 2, "source": "x"}]))
     assert loaded.notes == ("Ignored columns: id, source.",)
-    assert read(str(write_jsonl([GOOD])), **TRAIN).records().notes == ()
+    assert load(jsonl([GOOD])).notes == ()
 
 
-def test_rows_with_one_problem_are_one_line(write_jsonl: WriteJsonl) -> None:
+def test_rows_with_one_problem_are_one_line_also_where_they_differ_by_a_value(jsonl: Jsonl) -> None:
     bad = {"query": "", "positive": "p"}
-    with pytest.raises(DataError) as caught:
-        read(str(write_jsonl([GOOD, *[bad] * 33, "{"])), **TRAIN).records()
-    lines = str(caught.value).splitlines()
+    lines = refusal(jsonl([GOOD, *[bad] * 33, "{"])).splitlines()
     assert lines[0].startswith("34 invalid rows in ")
     assert lines[1] == "  train.jsonl:2, 3, 4 and 30 more rows: query: empty text"
     assert lines[2].startswith("  train.jsonl:35: bad JSON")
     assert "max_invalid_records: 34" in lines[3]
-    with pytest.raises(DataError, match=r"  all 33 rows, the first train.jsonl:1: query: empty text\n"):
-        read(str(write_jsonl([bad] * 33)), **TRAIN).records()
-    with pytest.raises(DataError, match=r"  train.jsonl:1, 3: query: empty text\n"):
-        read(str(write_jsonl([bad, GOOD, bad])), **TRAIN).records()
-
-
-def test_problems_that_differ_by_a_value_are_one_line_with_the_first(write_jsonl: WriteJsonl) -> None:
-    rows: list[Any] = [{"caption": "c", "image": f"{number}.png"} for number in range(300)]
-    with pytest.raises(DataError) as caught:
-        read(str(write_jsonl(rows)), **TRAIN).records()
-    lines = str(caught.value).splitlines()
+    assert "  all 33 rows, the first train.jsonl:1: query: empty text\n" in refusal(jsonl([bad] * 33))
+    pictures: list[Any] = [{"caption": "c", "image": f"{number}.png"} for number in range(300)]
+    lines = refusal(jsonl(pictures)).splitlines()
     assert lines[1].startswith("  all 300 rows, the first train.jsonl:1: image: '0.png': no such file in")
     assert len(lines) == 3
-    with pytest.raises(DataError, match=r"train.jsonl:2, 3, 4 and 297 more rows, the first: image: '0.png': no such"):
-        read(str(write_jsonl([{"caption": "c", "image": "https://x"}, *rows])), **TRAIN).records()
-
-
-def test_the_first_twenty_kinds_of_problems_and_the_count_are_listed(write_jsonl: WriteJsonl) -> None:
-    names = [chr(ord("a") + number) for number in range(25)]
-    rows: list[Any] = [{**GOOD, f"bad_{name}": ""} for name in names for _ in range(2)]
-    with pytest.raises(DataError) as caught:
-        read(str(write_jsonl(rows)), **TRAIN).records()
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith("50 invalid rows in ")
-    assert lines[1:21] == [f"  train.jsonl:{2 * n + 1}, {2 * n + 2}: bad_{names[n]}: empty text" for n in range(20)]
+    kinds = [chr(ord("a") + number) for number in range(25)]
+    lines = refusal(jsonl([{**GOOD, f"bad_{name}": ""} for name in kinds for _ in range(2)])).splitlines()
+    assert lines[1:21] == [f"  train.jsonl:{2 * n + 1}, {2 * n + 2}: bad_{kinds[n]}: empty text" for n in range(20)]
     assert lines[21] == "  ... and 10 more rows"
 
 
-def test_skip_drops_counts_and_names_up_to_the_budget(write_jsonl: WriteJsonl) -> None:
-    path = write_jsonl([GOOD, "{", {**GOOD, "query": "second"}, {"query": "q"}, GOOD])
-    loaded = read(str(path), "train", DataKeys(skip_invalid_records=True, max_invalid_records=2)).records()
+def test_skip_drops_counts_and_names_up_to_the_budget(jsonl: Jsonl) -> None:
+    path = jsonl([GOOD, "{", {**GOOD, "query": "second"}, {"query": "q"}, GOOD])
+    loaded = load(path, skip_invalid_records=True, max_invalid_records=2)
     assert [record.location for record in loaded.table] == ["train.jsonl:1", "train.jsonl:3", "train.jsonl:5"]
     assert loaded.num_invalid == 2
     assert "2 invalid rows dropped: train.jsonl:2: bad JSON" in loaded.notes[0]
     assert "train.jsonl:4: positive: missing" in loaded.notes[0]
     with pytest.raises(DataError, match=r"2 invalid rows in (.|\n)*more than max_invalid_records: 1"):
-        read(str(path), "train", DataKeys(skip_invalid_records=True, max_invalid_records=1)).records()
+        load(path, skip_invalid_records=True, max_invalid_records=1)
     with pytest.raises(DataError, match="2 invalid rows"):
-        read(str(path), "train", DataKeys(skip_invalid_records=False, max_invalid_records=2)).records()
+        load(path, skip_invalid_records=False, max_invalid_records=2)
 
 
-def test_skipping_every_row_is_an_error(write_jsonl: WriteJsonl) -> None:
+def test_skipping_every_row_is_an_error(jsonl: Jsonl) -> None:
     with pytest.raises(DataError, match=r"all 2 rows of .* are invalid"):
-        read(
-            str(write_jsonl(["{", "{"])), "train", DataKeys(skip_invalid_records=True, max_invalid_records=5)
-        ).records()
+        load(jsonl(["{", "{"]), skip_invalid_records=True, max_invalid_records=5)
+
+
+# What was read, and the lines that tell it
+
+
+PETS = {"question": "what purrs", "answer": "a cat"}
+
+
+@pytest.fixture
+def dot(paint: Paint) -> Path:
+    return paint("dot.png")
+
+
+def test_the_lines_say_how_many_rows_which_columns_and_one_row(jsonl: Jsonl) -> None:
+    rows = [{**PETS, "question": f"what purrs {number} " * 9, "x": 1, "y": 2} for number in range(300)]
+    lines = describe("pets.jsonl", load_mapped(jsonl(rows)), parts={"dev": 15})
+    assert lines["data"] == "300 rows of pets.jsonl: 285 train, 15 dev; 0 hard negatives"
+    assert lines["columns"] == "question as query, answer as positive; ignored: x, y"
+    shown = ("what purrs 0 " * 9)[:60]
+    assert lines["example"] == f"query '{shown}...', positive 'a cat'"
+
+
+def test_what_steers_a_terminal_is_shown(jsonl: Jsonl) -> None:
+    path = jsonl([{"query": "\x1b]0;owned\x07", "positive": "p", "\x1b[2J": 1}])
+    assert "\x1b" not in "".join(describe("\x1b[2J", load_mapped(path)).values())
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *[("bad_answer_1", "bad_answer_2"), ("wrong_a", "wrong_b"), ("neg_1", "neg_2"), ("hard_negative_1", "neg_2")],
+        *[("neg_2", "neg_10"), ("hard_negative", "neg_x"), ("negative_a", "negative_b"), ("hard_neg_1", "hard_neg_2")],
+        *[("bad_answer", "wrong_answers_2"), ("neg_passages", "negative_text"), ("hard_negatives_1", "neg_doc_2")],
+    ],
+)
+def test_negatives_are_recognised_by_their_names_and_told(jsonl: Jsonl, names: tuple[str, str]) -> None:
+    read = load_mapped(jsonl([{**PETS, names[1]: "b", names[0]: "a"}]))
+    assert read.table[0].negatives == ("a", "b")
+    assert "as negatives (by their names)" in describe("p", read)["columns"]
+    (note,) = read.notes
+    assert note.startswith("Taken by their names: ")
+    assert all(name in note for name in names)
+    assert load_mapped(jsonl([{**PETS, names[0]: "a"}]), **{names[0]: None}).table[0].negatives == ()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"neg_score": 0.5, "neg_id": 7, "bad_image_1": "x.png", "wrong_label": 1},
+        {"negatives": [], "bad_1": "x"},
+        {"negative_images": [], "bad_1": "x"},
+        {"badly": "x", "negation": "x", "wrong": "x"},
+        {"neg_prob": 0.5, "negative_votes": "12", "neg_logit": "-3.2", "neg_category": "x", "negative_reason": "x"},
+        {"wrong_words": "x", "negative_title": "x", "hard_negative_source": "x", "bad_": "x"},
+    ],
+)
+def test_no_column_is_taken_for_negatives_beside_named_ones_or_without_text(jsonl: Jsonl, row: dict[str, Any]) -> None:
+    read = load_mapped(jsonl([{**PETS, **row}]))
+    assert read.table[0].negatives == ()
+    assert {*read.columns.ignored} == {*row} - {"negatives", "negative_images"}
+
+
+def test_rows_that_name_their_negatives_decide_for_those_below(jsonl: Jsonl) -> None:
+    named, other = {**PETS, "negatives": ["a"]}, {**PETS, "bad_answer": "b"}
+    read = load_mapped(jsonl([named, other, named]))
+    assert [read.table[row].negatives for row in range(3)] == [("a",), (), ("a",)]
+    assert read.columns.text.endswith("negatives; ignored: bad_answer")
+    read = load_mapped(jsonl([other, named | other]))
+    assert [read.table[row].negatives for row in range(2)] == [("b",), ("a",)]
+    assert read.columns.text.endswith("bad_answer, negatives as negatives (bad_answer by its name)")
+
+
+def test_several_columns_map_to_negatives_as_a_list_or_one_by_one(jsonl: Jsonl) -> None:
+    path = jsonl([{**PETS, "a": "1", "b": "2", "c": None}])
+    for mapping in ({"negatives": ["b", "a", "c"]}, {"b": "negatives", "a": "negatives", "c": "negatives"}):
+        read = load_mapped(path, **mapping)
+        assert read.table[0].negatives == ("2", "1")
+        assert "b, a, c as negatives" in describe("p", read)["columns"]
+    with pytest.raises(DataError, match=r"no row of .* has that column"):
+        load_mapped(path, negatives=["a", "z"])
+
+
+def test_a_list_of_columns_is_for_negatives_alone(jsonl: Jsonl) -> None:
+    path = jsonl([{**PETS, "negative": "a", "neg": "b"}])
+    with pytest.raises(DataError, match=r"or take both with column_mapping: \{negatives: \[negative, neg\]\}"):
+        load_mapped(path)
+    assert load_mapped(path, negatives=["negative", "neg"]).table[0].negatives == ("a", "b")
+    with pytest.raises(ValueError, match="names neg twice"):
+        load_mapped(path, negatives=["neg"], neg="query")
+
+
+@pytest.mark.parametrize("name", ["file_name", "filename", "filepath", "path"])
+@pytest.mark.parametrize("caption", ["text", "caption", "query", "title"])
+def test_a_file_beside_a_caption_is_its_picture(jsonl: Jsonl, dot: Path, name: str, caption: str) -> None:
+    read = load_mapped(jsonl([{name: dot.name, caption: "a dot"}]))
+    assert (read.table[0].query, read.table[0].positives[0].path) == ("a dot", str(dot))  # type: ignore[union-attr]
+    assert f"{name} as positive_image (by its name)" in describe("p", read)["columns"]
+
+
+def test_a_file_beside_a_pair_of_texts_or_a_named_picture_is_ignored(jsonl: Jsonl, dot: Path) -> None:
+    assert load_mapped(jsonl([{**PETS, "path": "src/a.py"}])).columns.ignored == ("path",)
+    row = {"caption": "a dot", "image": dot.name, "file_name": "else.png"}
+    assert load_mapped(jsonl([row])).columns.ignored == ("file_name",)
+
+
+def test_two_files_are_not_chosen_from(jsonl: Jsonl, dot: Path) -> None:
+    path = jsonl([{"caption": "a dot", "path": dot.name, "file_name": dot.name}])
+    with pytest.raises(DataError, match=r"'path' and 'file_name' may both name the picture: say which with"):
+        load_mapped(path)
+    assert len(load_mapped(path, path="positive_image").table) == 1
+
+
+@pytest.mark.parametrize(
+    ("document", "text"), [("text", "T d"), ("passage", "T d"), ("document", "T d"), ("answer", "d")]
+)
+def test_a_title_goes_before_the_text_of_a_document(jsonl: Jsonl, document: str, text: str) -> None:
+    read = load_mapped(jsonl([{"query": "q", document: "d", "title": "T"}]))
+    assert read.table[0].positives == (text,)
+    told = "title put before the positive (by its name)" if text == "T d" else "; ignored: title"
+    assert told in describe("p", read)["columns"]
+    assert load_mapped(jsonl([{"query": "q", document: "d", "title": "T"}]), title=None).table[0].positives == ("d",)
+
+
+def test_a_mapped_title_is_joined_whatever_the_document_is_called(jsonl: Jsonl) -> None:
+    path = jsonl([{**PETS, "headline": "T"}, {**PETS, "headline": None}])
+    assert [record.positives for record in load_mapped(path, headline="title").table] == [("T a cat",), ("a cat",)]
+    with pytest.raises(DataError, match="headline: expected text, got int"):
+        load_mapped(jsonl([{**PETS, "headline": 3}]), headline="title")

@@ -1,176 +1,324 @@
-"""Several sources: joined into one table, sharing epochs by weight, one batch of each or mixed."""
+"""Rows that stand in no file of rows: sets of the hub, folders that `datasets` saved, lists of files, plugins' sets."""
 
-from __future__ import annotations
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+import datasets
 import pyarrow as pa
 import pytest
+from kit.rows import Jsonl, load, png, queries
 
-from vembed.batch import Composed, Image, pictures_in
-from vembed.config.schema import Config
-from vembed.data.sampler import GlobalSampler, Mixture, allot
-from vembed.data.table import Record, RecordTable
-from vembed.data.table_writer import RecordWriter
-from vembed.errors import DataError
-from vembed.training.data import build_sampler
+import vembed
+from vembed.batch import Image
+from vembed.config.load import load_config
+from vembed.data.columns import ExtraColumn, LossNeeds
+from vembed.data.judged import RetrievalData
+from vembed.data.keys import DataKeys, Role
+from vembed.data.read import read
+from vembed.data.run_data import load_run_data
+from vembed.data.table import Record
+from vembed.errors import ConfigError, DataError, MachineError
+from vembed.registry import DATASETS
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-
-def table_of(name: str, num_rows: int = 5, **row: Any) -> RecordTable:
-    writer = RecordWriter()
-    for number in range(num_rows):
-        own = {key: value[number] if isinstance(value, list) else value for key, value in row.items()}
-        positives = own.pop("positives", [f"{name} document {number}"])
-        writer.add(f"{name} query {number}", positives=positives, file=f"{name}.jsonl", line=number + 1, **own)
-    return writer.finish()
+# The hub. There is no network in tests: the one call that needs it is replaced where a data set is to be found
 
 
-def content(record: Record) -> tuple[object, ...]:
-    pictures = [None if picture.data is None else bytes(picture.data) for picture in pictures_in([*record.positives])]
-    return (record.query, record.positives, record.negatives, record.location, record.scores, pictures)
+HUB_ROWS = [{"anchor": f"q{i}", "positive": f"p{i}", "label": f"topic {i % 2}", "extra": i} for i in range(2500)]
 
 
-def test_joined_tables_hold_the_records_of_each_and_know_their_source(tmp_path: Path) -> None:
-    (tmp_path / "file.png").write_bytes(b"of a file")
-    files = [Image(f"{number}.png", f"bytes {number}".encode()) for number in range(4)]
-    several = Composed((files[0], Image(str(tmp_path / "file.png")), Image("4.png", b"bytes 4")), "text")
-    tables = [
-        table_of("a", negatives=[[], ["a query 0", "n"], [], ["n"], []]),
-        table_of("b", positives=[[each] for each in (*files, several)], label=7),
-        table_of("c", scores=[(0.5,), (), (1.0,), (), ()]).subset([4, 2]),
-        table_of("d", label=["x", None, "y", "7", "x"], positives=[[each] for each in (several, *files)]),
-    ]
-    joined = RecordTable.joined(tables)
-    assert list(map(content, joined)) == [content(record) for table in tables for record in table]
-    labels = [record.label for record in joined]
-    assert labels == [*[None] * 5, *["1:7"] * 5, None, None, "3:x", None, "3:y", "3:7", "3:x"]
-    assert joined.sources.tolist() == [0] * 5 + [1] * 5 + [2] * 2 + [3] * 5
-    assert joined.subset([16, 0, 11]).sources.tolist() == [3, 0, 2]
-    assert joined.take([11])[0].query == "c query 2"
-    numbers = [table.items.ids[table.numbers("positives")[1]] for table in tables]
-    assert np.array_equal(joined.items.ids[joined.numbers("positives")[1]], np.concatenate(numbers))
-    assert tables[0].sources.tolist() == [0] * 5
-
-
-def test_joined_tables_on_disk_stay_there_and_keep_their_fingerprint(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("a", "b")]
-    for folder in folders:
-        folder.mkdir()
-        writer = RecordWriter(folder=folder)
-        for number in range(40):
-            document = f"{folder.name} document {number} {'x' * 50_000}"
-            writer.add(f"query {number}", positives=[document], file=f"{folder.name}.jsonl", line=number + 1)
-        writer.finish()
-    parts = [RecordTable.mapped(folder) for folder in folders]
-    before = pa.total_allocated_bytes()
-    joined = RecordTable.joined(parts)
-    assert joined[41].positives == parts[1][1].positives
-    assert pa.total_allocated_bytes() - before < 500_000, "of texts of 4 MB"
-    assert joined.fingerprint == RecordTable.joined([part.subset(range(40)) for part in parts]).fingerprint
-    assert joined.fingerprint != RecordTable.joined(parts[::-1]).fingerprint
-
-
-def sampler_of(sizes: Sequence[int], weights: Sequence[float], batch_size: int, **more: Any) -> GlobalSampler:
-    names = tuple(f"source{number}" for number in range(len(sizes)))
-    mixture = Mixture(names, tuple(sizes), tuple(weights), **more)
-    return GlobalSampler(sum(sizes), batch_size=batch_size, seed=5, mixture=mixture)
-
-
-def epoch_batches(sampler: GlobalSampler, epoch: int) -> list[np.ndarray]:
-    first = epoch * sampler.batches_per_epoch
-    return [sampler.rows(step) for step in range(first, first + sampler.batches_per_epoch)]
-
-
-def source_counts(rows: np.ndarray, sizes: Sequence[int]) -> list[int]:
-    return np.bincount(np.searchsorted(np.cumsum(sizes), rows, side="right"), minlength=len(sizes)).tolist()
-
-
-def test_sources_of_equal_weight_come_once_an_epoch_each_row() -> None:
-    sampler = sampler_of((30, 61, 9), (1, 1, 1), 10)
-    for epoch in range(3):
-        assert np.sort(np.concatenate(epoch_batches(sampler, epoch))).tolist() == list(range(100))
-
-
-@pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize(("weights", "temperature"), [((1, 1), 1.0), ((1, 3), 1.0), ((1, 1), 4.0), ((0.2, 1), 1e9)])
-def test_an_epoch_has_the_shares_asked_for_and_no_row_comes_again_before_all_others(
-    weights: tuple[float, float], temperature: float, single: bool
-) -> None:
-    sizes = (300, 100)
-    sampler = sampler_of(sizes, weights, 10, temperature=temperature, single=single)
-    raw = [weight * size ** (1 / temperature) for weight, size in zip(weights, sizes, strict=True)]
-    wanted = [400 * each / sum(raw) for each in raw]
-    uses = np.zeros(400, dtype=np.int64)
-    for epoch in range(7):
-        batches = epoch_batches(sampler, epoch)
-        counts = source_counts(np.concatenate(batches), sizes)
-        assert sum(counts) == 400
-        assert np.abs(np.subtract(counts, wanted)).max() <= (10 if single else 1)
-        assert all(len(set(batch.tolist())) > 5 for batch in batches)
-        if single:
-            assert all(max(source_counts(batch, sizes)) == 10 for batch in batches)
-        np.add.at(uses, np.concatenate(batches), 1)
-        for part in (uses[:300], uses[300:]):
-            assert part.max() - part.min() <= 1
-
-
-def test_the_smaller_last_batch_of_single_sources_is_of_the_largest() -> None:
-    sizes = (35, 12)
-    sampler = sampler_of(sizes, (1, 1), 10, single=True)
-    counts = [source_counts(batch, sizes) for batch in epoch_batches(sampler, 0)]
-    assert sorted(counts) == [[0, 10], [7, 0], [10, 0], [10, 0], [10, 0]]
-    assert counts != [source_counts(batch, sizes) for batch in epoch_batches(sampler, 1)]
-
-
-def test_rows_are_a_function_of_seed_and_step_alone() -> None:
-    one, other = (sampler_of((30, 61), (2, 1), 8, single=True) for _ in range(2))
-    forward = [one.rows(step).tolist() for step in range(40)]
-    assert [other.rows(step).tolist() for step in reversed(range(40))] == forward[::-1]
-
-
-def test_the_plan_says_what_each_source_gives() -> None:
-    mixed = sampler_of((300, 100), (1, 3), 10)
-    assert mixed.arrangement_notes() == (
-        "source source0: 300 rows, weight 1: 200 rows of an epoch, each 0.67 times.",
-        "source source1: 100 rows, weight 3: 200 rows of an epoch, each 2.00 times.",
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Serve a data set of real Arrow data under any hub id; return the calls."""
+    calls: list[tuple[Any, ...]] = []
+    found = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(HUB_ROWS), "validation": datasets.Dataset.from_list(HUB_ROWS[:3])}
     )
-    single = sampler_of((300, 100), (1, 3), 10, single=True)
-    assert single.arrangement_notes()[1] == (
-        "source source1: 100 rows, weight 3: 200 rows of an epoch in 20 of 40 batches, each 2.00 times."
-    )
+
+    def load_dataset(*args: Any, **options: Any) -> datasets.DatasetDict:
+        calls.append((*args, options))
+        return found
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return calls
+
+
+def test_a_hub_set_becomes_records(hub: list[tuple[Any, ...]]) -> None:
+    loaded = load("owner/name:some-config", "train")
+    assert len(loaded.table) == len(HUB_ROWS)
+    assert loaded.table[2400].query == "q2400"
+    assert loaded.table[1].label == "topic 1"
+    assert loaded.table[1].location == "owner/name:some-config/train:2"
+    assert loaded.notes == ("Ignored columns: extra.",)
+    assert hub == [("owner/name", "some-config", {})], "no option that would run a data set's code"
+
+
+def test_the_role_or_the_split_chooses(hub: list[tuple[Any, ...]]) -> None:
+    assert len(load("owner/name", "validation").table) == 3
+    assert len(load("owner/name", "test", "validation").table) == 3
+    assert read("owner/name", "validation").judged().name == "owner/name"
+    with pytest.raises(
+        DataError, match=r"no split 'test'; it has: train, validation\. Choose one with test_data_split"
+    ):
+        load("owner/name", "test")
+
+
+def test_columns_of_a_hub_set_are_checked_like_any_other(hub: list[tuple[Any, ...]]) -> None:
+    with pytest.raises(DataError, match=r"did you mean 'anchor'"):
+        load("owner/name", column_mapping={"anchr": "query"})
+    with pytest.raises(DataError, match="no row of owner/name has a column 'query'"):
+        load("owner/name", column_mapping={"anchor": None})
 
 
 @pytest.mark.parametrize(
-    ("sizes", "words"), [((300, 9), "source1 has 9 rows to train on, fewer than a batch of 10"), ((5, 6), "has none")]
+    ("raised", "expected", "words"),
+    [
+        (datasets.exceptions.DatasetNotFoundError("not there"), DataError, "no data set 'owner/name'"),
+        (ConnectionError("no route"), MachineError, "hub can't be reached: no route"),
+        (ValueError("BuilderConfig 'x' not found"), DataError, "can't be read: BuilderConfig 'x' not found"),
+        (RuntimeError("Dataset scripts are no longer supported"), DataError, "scripts are no longer supported"),
+    ],
 )
-def test_sources_too_small_for_batches_of_their_own_are_refused(sizes: tuple[int, int], words: str) -> None:
+def test_each_failure_of_the_hub_has_its_error(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, expected: type[Exception], words: str
+) -> None:
+    def load_dataset(*args: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(expected, match=words):
+        load("owner/name", "train")
+
+
+@pytest.mark.slow
+def test_offline_without_a_cached_copy_says_how_to_get_one(tmp_path: Path) -> None:
+    code = (
+        "from vembed.data.read import read; from vembed.errors import MachineError\n"
+        "try: read('owner/no-such-set', 'train').records()\n"
+        "except MachineError as error: print(int(error.exit_code), error)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=60).stdout
+    assert out.startswith("5 the data set 'owner/no-such-set' is not in the local cache")
+    assert "hf download owner/no-such-set --repo-type dataset" in out
+
+
+# Folders that `datasets` saved, and lists of files that are one source
+
+
+def saved(folder: Path, names: str, **more: list[object]) -> datasets.Dataset:
+    rows = datasets.Dataset.from_dict({"query": [f"q {name}" for name in names], "answer": [*names], **more})
+    rows.save_to_disk(str(folder))
+    return rows
+
+
+def there(path: Path | str, role: Role = "train", split: str | None = None) -> list[object]:
+    read(str(path), role, split=split).refuse_missing()
+    return queries(path, role=role, split=split)
+
+
+def missing(path: Path | str, role: Role = "train", split: str | None = None) -> str:
+    with pytest.raises(DataError) as caught:
+        there(path, role, split)
+    return str(caught.value)
+
+
+def test_a_saved_set_is_read(tmp_path: Path) -> None:
+    saved(tmp_path / "set", "abc", extra=[1, 2, 3])
+    (tmp_path / "set" / "cache-0123.arrow").write_bytes(b"of another step of the user's code")
+    loaded = load(tmp_path / "set")
+    assert [record.query for record in loaded.table] == ["q a", "q b", "q c"]
+    assert loaded.table[2].location == "data-00000-of-00001.arrow:3"
+    assert loaded.columns.ignored == ("extra",)
+    assert "has no splits" in missing(tmp_path / "set", "train", "train")
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_saved_set_of_several_files_is_read_in_order_and_kept(tmp_path: Path) -> None:
+    names = [chr(ord("a") + number) for number in range(20)]
+    rows = datasets.Dataset.from_dict({"query": names, "positive": [name * 2 for name in names]})
+    rows.save_to_disk(str(tmp_path / "set"), num_shards=3)
+    for _ in range(2):
+        assert there(tmp_path / "set") == names
+    assert load(tmp_path / "set").table.folder is not None
+
+
+@pytest.mark.parametrize(
+    ("role", "split", "expected"), [("train", None, "q a"), ("validation", None, "q b"), ("train", "extra", "q c")]
+)
+def test_a_saved_set_with_splits_is_never_read_across_them(
+    tmp_path: Path, role: Role, split: str | None, expected: str
+) -> None:
+    parts = {"train": "a", "validation": "b", "extra": "c"}
+    sets = {name: datasets.Dataset.from_dict({"query": [f"q {row}"], "text": [row]}) for name, row in parts.items()}
+    datasets.DatasetDict(sets).save_to_disk(str(tmp_path / "set"))
+    assert there(tmp_path / "set", role, split) == [expected]
+    assert "has no split 'test'; it has: train, validation, extra" in missing(tmp_path / "set", "test")
+
+
+def test_pictures_of_a_saved_set_are_read(tmp_path: Path) -> None:
+    pictures = [{"bytes": png(), "path": None}, {"bytes": png("blue"), "path": None}]
+    features = datasets.Features({"caption": datasets.Value("string"), "image": datasets.Image()})
+    rows = datasets.Dataset.from_dict({"caption": ["a", "b"], "image": pictures}, features=features)
+    rows.save_to_disk(str(tmp_path / "set"))
+    first, second = load(tmp_path / "set").table
+    assert [bytes(each.positives[0].data) for each in (first, second)] == [png(), png("blue")]  # type: ignore[union-attr,arg-type]
+
+
+@pytest.mark.parametrize("name", ["../x.arrow", "/etc/x.arrow", "", 7])
+def test_a_saved_set_leads_out_of_its_folder_by_no_name(tmp_path: Path, name: object) -> None:
+    saved(tmp_path / "set", "a")
+    (tmp_path / "set" / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    assert "state.json: expected the names of files of Arrow" in missing(tmp_path / "set")
+
+
+def test_offsets_that_lead_out_of_a_column_are_refused(tmp_path: Path) -> None:
+    offsets, values = pa.py_buffer(b"\0\0\0\0\xff\xff\xff\x00\4\0\0\0"), pa.py_buffer(b"text")
+    cells = pa.Array.from_buffers(pa.string(), 2, [None, offsets, values])
+    batch = pa.record_batch({"query": cells, "text": ["p", "r"]})
+    with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+    assert "t.arrow:1: can't be read as Arrow" in missing(tmp_path / "t.arrow")
+
+
+def test_a_list_of_files_is_one_source(jsonl: Jsonl, tmp_path: Path) -> None:
+    paths = []
+    for name in "cab":
+        rows = [{"query": f"{name}{row}", "positive": f"p{name}{row}"} for row in range(10)]
+        paths.append(str(jsonl(rows, f"{name}.jsonl")))
+    (tmp_path / "d.csv").write_text("query,positive\nd0,pd0\n")
+    keys = DataKeys.model_validate({"data_path": [*paths, str(tmp_path / "d.c*")]})
+    data = load_run_data(keys, needs_dev=False)
+    assert [record.query for record in data.records] == [f"{name}{row}" for name in "cab" for row in range(10)] + ["d0"]
+    assert data.sources == (keys.data_path,)
+    assert there("{" + ",".join(paths[:2]) + "}") == [f"{name}{row}" for name in "ca" for row in range(10)]
+    assert DataKeys.model_validate({"data_path": paths[:1]}).data_path == paths[0]
+
+
+def test_a_list_names_files_that_are_there_and_no_sets(jsonl: Jsonl, beir_files: Path) -> None:
+    good = str(jsonl([{"query": "q", "positive": "p"}]))
+    assert "did you mean 'train.jsonl'" in missing("{" + good + "," + good.replace("train", "trian") + "}")
+    assert "takes files and folders of rows" in missing("{" + good + ",owner/name}")
+    assert "takes files and folders of rows" in missing("{" + good + f",{beir_files}" + "}")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [("[a,b,3]", "must be a text or null"), ("['a,b', c]", "can't hold a comma")]
+)
+def test_a_list_that_names_no_files_is_a_config_error(given: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, ["model_name=m", f"data_path={given}"])
+    assert load_config(None, ["model_name=m", "data_path=[a, 'b{0..3}.tar']"]).config.data_path == "{a,b{0..3}.tar}"
+
+
+# Sets of plugins: rows as dictionaries or records, their judgements, and wrong ones by number
+
+
+ROWS = [{"anchor": f"q{n}", "positive": f"p{n}"} for n in range(3)]
+
+
+@pytest.fixture
+def add(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Register a set called toy-set, for one test."""
+    for table in ("_entries", "_plugins"):
+        monkeypatch.setattr(DATASETS, table, dict(getattr(DATASETS, table)))
+
+    def register(make: Callable[[str], Any], **options: Any) -> None:
+        def toy_set(split: str) -> Any:
+            return make(split)
+
+        if options:
+            vembed.register_dataset(**options)(toy_set)
+        else:
+            assert vembed.register_dataset(toy_set) is toy_set
+
+    return register
+
+
+def test_dictionaries_are_read_as_rows_of_a_file_are(add: Callable[..., None]) -> None:
+    add(lambda split: ({**row, "query_id": 1} for row in ROWS) if split == "train" else ROWS[:1])
+    loaded = load("builtin:toy-set")
+    assert [(record.query, record.location) for record in loaded.table] == [
+        (f"q{n}", f"toy-set/train:{n + 1}") for n in range(3)
+    ]
+    assert loaded.notes == ("Ignored columns: query_id.",)
+    assert len(load("builtin:toy-set", split="dev").table) == 1
+    mapping = {"anchor": "positive", "positive": "query"}
+    assert load("builtin:toy-set", column_mapping=mapping).table[0].query == "p0"
+    task = read("builtin:toy-set", "test").judged()
+    assert (task.name, list(task.documents.values())) == ("toy-set/test", ["p0"])
+    assert [document.text for document in read("builtin:toy-set", "test").documents()] == ["p0"]
+
+
+def test_columns_of_training_rows_mean_nothing_to_a_corpus(add: Callable[..., None]) -> None:
+    add(lambda split: ROWS)
+    of_training = DataKeys(column_mapping={"anchor": "positive", "positive": "query", "mine": None}, label_kind="pair")
+    documents = list(read("builtin:toy-set", "train", of_training).documents())
+    assert [document.text for document in documents] == ["p0", "p1", "p2"]
+
+
+def test_pictures_come_as_bytes(add: Callable[..., None]) -> None:
+    add(lambda _: [{"query": "red", "image": png("red")}])
+    (record,) = load("builtin:toy-set").table
+    assert record.positives == (Image("toy-set/train:1 image", png("red")),)
+
+
+def test_records_are_kept_as_they_are(add: Callable[..., None]) -> None:
+    records = [
+        Record("q", ("p",), ("n",), 7, "where:5", scores=(1.0, 0.5), columns={"weight": 2.0, "other": 1}),
+        Record("r", ("s",), (), None, "where:6"),
+    ]
+    add(lambda _: iter(records))
+    assert [record.label for record in load("builtin:toy-set").table] == [7, None]
+    optional = ExtraColumn("weight", "how much it counts", required=False)
+    facts = LossNeeds("toy", (optional,))
+    first, second = read("builtin:toy-set", "train", loss=facts).records().table
+    assert (first.scores, dict(first.columns), first.location) == ((1.0, 0.5), {"weight": 2.0}, "where:5")
+    assert dict(second.columns) == {"weight": 0.0}
+    needed = LossNeeds("toy", (ExtraColumn("weight", "how much it counts"),))
+    with pytest.raises(DataError, match=r"^where:6: weight: missing; loss_type toy needs it: how much it counts$"):
+        read("builtin:toy-set", "train", loss=needed).records()
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([ROWS[0], {"query": "", "positive": "p"}], "toy-set/train:2: query: empty text"),
+        ([ROWS[0], ["q", "p"]], "toy-set/train:2: expected a dictionary or a Record, got list"),
+        ([], "builtin:toy-set holds no rows"),
+        ([{"query": "q", "image": "a.png"}], "no folder of its own; set image_root"),
+        ([{"query": "q", "positive": "p", "label": 1}], "toy-set/train:1: label holds 1 beside two texts"),
+    ],
+)
+def test_what_is_wrong_is_named_by_number(add: Callable[..., None], rows: list[Any], words: str) -> None:
+    add(lambda _: rows)
     with pytest.raises(DataError, match=words):
-        sampler_of(sizes, (1, 1), 10, single=True)
+        load("builtin:toy-set")
 
 
-def test_every_source_has_a_part_whatever_its_share() -> None:
-    assert allot(np.array([0.999, 0.0005, 0.0005]), 10).tolist() == [8, 1, 1]
-    assert allot(np.array([0.5, 0.5]), 5).sum() == 5
+def test_judgements_of_its_own_are_taken(add: Callable[..., None]) -> None:
+    def judged(split: str) -> RetrievalData:
+        return RetrievalData(f"toy-set/{split}", {"1": "q"}, {"2": "p", "3": "also p"}, {"1": {"2": 1, "3": 1}})
+
+    add(lambda _: ROWS, retrieval=judged)
+    assert read("builtin:toy-set", "validation").judged().name == "toy-set/validation"
+    assert len(load("builtin:toy-set").table) == 3
 
 
-def test_arrangements_and_sources_go_together() -> None:
-    tables = [table_of("a", 40, label=[number % 8 for number in range(40)]), table_of("b", 80, label=[0, 1, 2, 3] * 20)]
-    records = RecordTable.joined(tables)
-    base = {"model_name": "m", "data": [{"path": "a", "weight": 3}, {"path": "b"}], "batch_size": 8}
-    keys = {**base, "source_batches": "single", "batch_sampling": "classes"}
-    sampler = build_sampler(Config.model_validate(keys), records, 8)
-    labels = np.array([record.label for record in records])
-    for batch in epoch_batches(sampler, 0):
-        assert len(set(labels[batch])) == 2
-        assert len({label.partition(":")[0] for label in labels[batch]}) == 1
-    few = RecordTable.joined([tables[0], table_of("b", 80, label=["one class"] * 80)])
-    with pytest.raises(DataError, match="holds 2 classes, and the smallest of the sources has 1"):
-        build_sampler(Config.model_validate(keys), few, 8)
-    sampler = build_sampler(Config.model_validate({**base, "batch_sampling": "no_duplicates"}), records, 8)
-    assert all(len(set(batch.tolist())) == len(batch) for batch in epoch_batches(sampler, 0))
-    assert sum(map(len, epoch_batches(sampler, 0))) == 120
+def test_a_record_without_a_line_is_refused(add: Callable[..., None]) -> None:
+    add(lambda _: [Record("q", ("p",), (), None, "nowhere")])
+    with pytest.raises(DataError, match=r"stands in 'nowhere'; write its location as file:line"):
+        load("builtin:toy-set")
+
+
+def test_a_taken_name_is_refused() -> None:
+    def shapes(split: str) -> list[Any]:
+        return []
+
+    with pytest.raises(ConfigError, match=r"data set 'shapes' of .* is already that of vembed"):
+        vembed.register_dataset(shapes)

@@ -1,21 +1,20 @@
 """Tar shards: samples become rows, pictures stay where they are; hostile shards are refused with nothing written."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import resource
 import tarfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from image_cases import png
+from kit.rows import png
 
 from vembed.batch import Image, ImageLimits, content_id
 from vembed.data import table_cache, tar_shards
@@ -24,16 +23,10 @@ from vembed.data.images import decode_image
 from vembed.data.keys import DataKeys
 from vembed.data.read import read
 from vembed.data.sampler import GlobalSampler
+from vembed.data.table import RecordTable
 from vembed.data.tar_shards import MappedFile
 from vembed.errors import DataError, MachineError
 from vembed.training.batches import assign_rows, estimated_costs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from kit.ranks import RankPool
-
-    from vembed.data.table import RecordTable
 
 TRAIN = {"role": "train"}
 
@@ -233,12 +226,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_shard_is_refused_with_nothing_written(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
+def test_a_hostile_shard_is_refused_with_nothing_written(tmp_path: Path, name: str) -> None:
     make, reason = HOSTILE[name]
     folder = tmp_path / "data"
     folder.mkdir()
@@ -281,11 +271,10 @@ def test_numbered_shards_must_all_be_there(tmp_path: Path) -> None:
     assert "names no file, or over" in refusal(str(tmp_path / "s-{0..999999999}.tar"))
 
 
+@pytest.mark.usefixtures("cache")
 def test_a_kept_index_gives_the_same_records_until_a_shard_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
     monkeypatch.setattr(table_cache, "FREE_SHARE", 1e30)  # an index takes no room to speak of
     for shard in range(2):
         write(tmp_path / f"s-{shard}.tar", captions(4, first=4 * shard))
@@ -329,7 +318,7 @@ def test_every_sample_comes_once_an_epoch_and_in_the_same_order_after_a_stop(
         arguments = (world_size, str(tmp_path / "s-*.tar"), first, last, str(tmp_path / "cache"))
         if world_size == 1:
             return [own_batches(0, *arguments)]
-        ranks: RankPool = request.getfixturevalue("two_ranks")
+        ranks = request.getfixturevalue("two_ranks")
         return ranks.run(own_batches, *arguments)
 
     whole, before, after = run(0, 10), run(0, 3), run(3, 10)

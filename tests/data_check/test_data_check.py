@@ -1,16 +1,18 @@
 """A check finds what was planted, each with its place; and nothing in data that are fine."""
 
+from __future__ import annotations
+
 import io
 import json
 import random
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL.Image
 import pytest
+from kit.pages import Page, assert_sound
+from kit.runs import write_rows as written
 
 from vembed.api.model import load
 from vembed.data import near
@@ -21,6 +23,11 @@ from vembed.data.table_writer import RecordWriter
 from vembed.entrypoints.data import main
 from vembed.workflows.data_check.check import DataCheck, check_data, contradictory_grades
 from vembed.workflows.data_check.source import SCRIPTS, Source, num_words, script_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
 
 WORDS = [f"{head}{tail}" for head in ("ka", "lo", "mi", "su", "te") for tail in ("ran", "bel", "dip", "gos", "nuk")]
 
@@ -34,12 +41,6 @@ def clean_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
     return [{"query": sentence(draw), "positive": sentence(draw, 20)} for _ in range(count)]
 
 
-def written(path: Path, rows: list[Any]) -> Path:
-    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
-    path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
-    return path
-
-
 @pytest.fixture
 def checked(tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any], str]]:
     """Return what runs the command and gives its exit code, its JSON and its page."""
@@ -48,6 +49,7 @@ def checked(tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any], str]]:
         data = written(tmp_path / "train.jsonl", rows)
         report, page = tmp_path / "check.json", tmp_path / "check.html"
         code = main(["check", str(data), *words, "--json", str(report), "--html", str(page)], program="vembed data")
+        assert_sound(page.read_text("utf-8"))
         return code, json.loads(report.read_text("utf-8")), page.read_text("utf-8")
 
     return run
@@ -60,7 +62,6 @@ def kinds(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_clean_rows_give_no_finding(checked: Callable[..., Any]) -> None:
     code, document, page = checked(clean_rows(200))
     assert (code, document["findings"], document["rows"]) == (0, [], 200)
-    assert "No errors and no warnings." in page
     assert 'id="examples"' not in page
     assert document["profile"]["lengths"]["queries"]["quantiles"]["0.5"] == 12
 
@@ -71,12 +72,10 @@ def test_clean_rows_give_no_finding(checked: Callable[..., Any]) -> None:
         ("html_in_texts", "a <p class='x'>paragraph</p>", "a < b > c, and <unknown> words"),
         ("entities_in_texts", "salt &amp; pepper&#39;s", "AT&T; salt & pepper"),
         ("mojibake", "caf\u00c3\u00a9", "S\u00c3O na\u00efve \u2019 20 \u00b0C"),
-        ("lost_characters", "caf\ufffd", "caf\u00e9"),
-        ("missing_values", "NaN", "none of them is null"),
-        ("missing_values", "None", "Nan is a grandmother"),
-        ("missing_values", "null", "a null pointer"),
+        ("lost_characters", "caf\ufffd", "caf\u00e9"), ("missing_values", "NaN", "none of them is null"),
+        ("missing_values", "None", "Nan is a grandmother"), ("missing_values", "null", "a null pointer"),
     ],
-)
+)  # fmt: skip
 def test_traces_of_exports_and_wrong_encodings_are_found(
     kind: str, spoilt: str, sound: str, checked: Callable[..., Any]
 ) -> None:
@@ -158,7 +157,7 @@ def test_duplicates_are_told_apart(checked: Callable[..., Any]) -> None:
     }
 
 
-def test_contradictions_are_errors(checked: Callable[..., Any]) -> None:
+def test_contradictions_are_errors_and_constant_grades_a_warning(checked: Callable[..., Any]) -> None:
     rows = clean_rows(20)
     other = sentence(random.Random(5), 20)
     rows.append({"query": rows[3]["query"], "positive": other, "negatives": [rows[3]["positive"]]})
@@ -173,6 +172,8 @@ def test_contradictions_are_errors(checked: Callable[..., Any]) -> None:
     assert (code, example["Row and grade"], example["Earlier row"]) == (3, "train.jsonl:21: 1", "train.jsonl:3: 0")
     assert document["profile"]["grades"] == {"0": 10, "1": 11}
     assert "contradictory_negatives" not in kinds(document)
+    code, document, _ = checked([{**row, "label": 1} for row in clean_rows(10)], "--label-kind", "pair")
+    assert (code, kinds(document)["constant_grades"]["count"]) == (0, 10), "a warning"
 
     classes = [{**row, "label": f"class {number % 4}"} for number, row in enumerate(clean_rows(20))]
     classes += [{**classes[1], "label": "class 2"}, {**clean_rows(1, seed=4)[0], "label": "alone"}]
@@ -192,11 +193,6 @@ def test_grades_are_those_of_their_pairs_beside_rows_without_any() -> None:
     (finding,) = contradictory_grades(Source("rows", writer.finish(), (), AllProblems()))
     assert (finding.count, finding.of) == (1, 4)
     assert finding.examples == [("rows:4: 0.5", "rows:2: 0", "b", "n")]
-
-
-def test_constant_grades_are_a_warning(checked: Callable[..., Any]) -> None:
-    code, document, _ = checked([{**row, "label": 1} for row in clean_rows(10)], "--label-kind", "pair")
-    assert (code, kinds(document)["constant_grades"]["count"]) == (0, 10)
 
 
 def test_all_broken_rows_are_told_by_kind(checked: Callable[..., Any]) -> None:
@@ -269,15 +265,17 @@ def test_broken_and_tiny_pictures_are_found(checked: Callable[..., Any], tmp_pat
     assert "cut.png" in page
 
 
-def test_the_page_shows_hostile_text_and_runs_none(checked: Callable[..., Any]) -> None:
+def test_the_page_shows_hostile_text_and_each_set_by_its_own_name(checked: Callable[..., Any], tmp_path: Path) -> None:
     hostile = '<script>alert(1)</script><img src=x onerror=alert(2)> \u202e "quoted"'
-    rows = [*clean_rows(5), {"query": hostile, "positive": "one"}, {"query": hostile, "positive": "one"}]
-    _, document, page = checked(rows)
+    rows = [*clean_rows(40), {"query": hostile, "positive": "one"}, {"query": hostile, "positive": "one"}]
+    tests = {name: clean_rows(20, seed=seed) for seed, name in ((2, "dev.jsonl"), (3, "test.jsonl"))}
+    for test in tests.values():
+        test[3] = rows[7]
+    against = [str(written(tmp_path / name, test)) for name, test in tests.items()]
+    _, document, page = checked(rows, "--against", *against)
+    assert [finding["kind"] for finding in document["findings"]].count("leaked_queries") == 2
     assert kinds(document)["duplicate_pairs"]["examples"][0]["Query"].startswith("<script>")
-    assert "<script" not in page
-    assert "<img" not in page
-    assert "&lt;script&gt;alert(1)" in page
-    assert "\u202e" not in page
+    assert "<script>alert(1)</script><img src=x onerror=alert(2)>" in Page(page).text
 
 
 def test_show_prints_rows_as_training_sees_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,25 +294,10 @@ def test_show_prints_rows_as_training_sees_them(tmp_path: Path, capsys: pytest.C
         assert line in said
     assert "train.jsonl:2" in said
     assert "train.jsonl:3" not in said
-
-
-def test_show_tells_of_columns_that_later_rows_bring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"anchor": "a red fox", "positive": "un renard"}
-    data = written(tmp_path / "train.jsonl", [row, {**row, "neg": "un chat"}])
+    later = {"anchor": "a red fox", "positive": "un renard"}
+    data = written(tmp_path / "later.jsonl", [later, {**later, "neg": "un chat"}])
     assert main(["show", str(data)], program="vembed data") == 0
-    assert "negatives       column neg" in capsys.readouterr().out
-
-
-def test_every_table_of_the_page_has_a_name_of_its_own(checked: Callable[..., Any], tmp_path: Path) -> None:
-    train, tests = clean_rows(40), {"dev.jsonl": clean_rows(20, seed=2), "test.jsonl": clean_rows(20, seed=3)}
-    for rows in tests.values():
-        rows[3] = train[7]
-    _, document, page = checked(
-        train, "--against", *(str(written(tmp_path / name, rows)) for name, rows in tests.items())
-    )
-    assert [finding["kind"] for finding in document["findings"]].count("leaked_queries") == 2
-    names = re.findall(r'role="region" aria-label="([^"]+)"', page)
-    assert len(names) == len(set(names)) > len(document["findings"])
+    assert "negatives       column neg" in capsys.readouterr().out, "a column that later rows bring"
 
 
 def test_columns_are_mapped_as_in_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,6 @@
 Arguments: what happens, the output folder, the timeout in seconds.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

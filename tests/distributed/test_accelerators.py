@@ -1,12 +1,11 @@
 """What a run does before it first uses an accelerator, and what it says of one; no GPU is needed to see it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import accelerate
 import accelerate.utils
@@ -19,9 +18,6 @@ from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.runtime import describe_machine, local_device, start_runtime
 from vembed.plan.devices import GIB
 from vembed.plan.problem import CONTEXT_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CARD = torch.device("cuda", 0)
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")

@@ -1,7 +1,5 @@
 """Whom the beats of processes accuse, and where the main thread is seen to be."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -11,11 +9,12 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from kit.ranks import RankPool
 
 from vembed.distributed import watchdog as watchdog_module
 from vembed.distributed.launch import conclude
@@ -37,9 +36,6 @@ from vembed.distributed.watchdog import (
     silent_ranks,
 )  # fmt: skip
 from vembed.errors import MachineError
-
-if TYPE_CHECKING:
-    from kit.ranks import RankPool
 
 
 def beat(number: int = 5, *, waits: bool = True, patient: bool = False, collectives: int = 9) -> Beat:

@@ -1,7 +1,5 @@
 """Several processes for real: started, failing in every way, and what is left of the run then."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

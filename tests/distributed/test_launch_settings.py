@@ -1,4 +1,4 @@
-"""What accelerate and DeepSpeed ask for, in keys of ours."""
+"""Which process this is, and what accelerate and DeepSpeed ask for, in keys of ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vembed.config.schema import Config
 from vembed.distributed import accelerate as module
 from vembed.distributed import runtime
 from vembed.distributed.accelerate import Setting, accelerate_settings, deepspeed_refusal, is_deepspeed
-from vembed.distributed.process_env import ProcessEnv
+from vembed.distributed.process_env import ProcessEnv, first_host, process_env
 from vembed.distributed.runtime import start_runtime
 from vembed.errors import ConfigError
 from vembed.training import launcher
@@ -22,11 +22,94 @@ from vembed.training.launcher import under_launcher
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# Which process this is, as launchers say it
+
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "1234", "TORCHELASTIC_RUN_ID": "a",
+}  # fmt: skip
+
+SRUN = {
+    "SLURM_STEP_NUM_TASKS": "20", "SLURM_PROCID": "17", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_STEP_NODELIST": "gpu[003-005]", "SLURM_JOB_ID": "7",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "process"),
+    [
+        pytest.param({"PATH": "/bin"}, ProcessEnv(), id="nobody launched it"),
+        pytest.param(TORCHRUN, ProcessEnv(5, 8, 1, 4, "torchrun", "10.0.0.1", 1234), id="torchrun"),
+        pytest.param(
+            {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"},
+            ProcessEnv(launcher="accelerate launch", on_cpu=True),
+            id="one process of accelerate",
+        ),
+        pytest.param(SRUN, ProcessEnv(17, 20, 1, 4, "srun", "gpu003", 20_007), id="a task of srun"),
+        pytest.param(
+            SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
+            ProcessEnv(0, 20, 0, 8, "srun", "gpu003", 20_007),
+            id="the first task of srun",
+        ),
+        pytest.param(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, ProcessEnv(), id="a step of one task"),
+    ],
+)
+def test_which_process_this_is(environ: dict[str, str], process: ProcessEnv) -> None:
+    assert process_env(environ) == process
+    assert process.is_launched == (process != ProcessEnv()), "who isn't may launch others"
+    if process.launcher == "torchrun":
+        assert process_env(environ | process.environment()) == process
+
+
+def test_the_launcher_is_named_for_people() -> None:
+    assert process_env({**TORCHRUN, "VEMBED_LAUNCHED_BY": "python run.py"}).launcher == "python run.py"
+    accelerate = {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}
+    assert process_env(accelerate).launcher == "accelerate launch"
+    del accelerate["TORCHELASTIC_RUN_ID"], accelerate["ACCELERATE_MIXED_PRECISION"]
+    assert process_env(accelerate).launcher == "the environment"
+    assert process_env({**SRUN, **TORCHRUN}).launcher == "torchrun", "inside srun"
+
+
+def test_accelerate_that_was_asked_for_several_and_started_one_is_refused_with_the_cure() -> None:
+    asked = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.raises(ConfigError, match=r"started one.*num_processes=2.*distributed_type: MULTI_GPU"):
+        process_env(asked)
+    assert process_env({**asked, "WORLD_SIZE": "2", "RANK": "1"}).world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("listed", "host"),
+    [("gpu003", "gpu003"), ("gpu[003-006,009],login1", "gpu003"), ("a1,b2", "a1"), ("n-[7,9]", "n-7")],
+)
+def test_the_first_host_of_a_list(listed: str, host: str) -> None:
+    assert first_host(listed) == host
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *[({"RANK": "8"}, "contradict"), ({"LOCAL_RANK": "4"}, "contradict"), ({"RANK": "five"}, "RANK is 'five'")],
+        *[({"MASTER_ADDR": None}, "MASTER_ADDR"), ({"RANK": None}, "RANK is not set")],
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(change: dict[str, str | None], message: str) -> None:
+    environ = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
+    with pytest.raises(ConfigError, match=message):
+        process_env(environ)
+    assert process_env(TORCHRUN).rank == 5
+
+
+# What launchers ask for
+
+
 PROCESS = ProcessEnv(1, 8, 1, 4, "accelerate launch")
+
 FSDP = {
     "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1",
     "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }  # fmt: skip
+
 CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
 
 
@@ -113,36 +196,24 @@ DEEPSPEED: dict[str, Any] = {
 }
 
 
-def test_a_deepspeed_file_is_refused_with_the_equal_keys() -> None:
+def test_a_deepspeed_file_is_refused_with_the_equal_keys_which_exist() -> None:
     assert is_deepspeed(DEEPSPEED)
     assert not is_deepspeed({"model_name": "a", "batch_size": 2})
-    lines = deepspeed_refusal(DEEPSPEED, where="ds.json").split("\n  ")
-    assert lines[0].startswith("ds.json is a configuration for DeepSpeed")
-    assert [line.partition("  (")[0] for line in lines[1:]] == [
-        "use_fsdp: true, fsdp_mode: lean",
-        "cpu_offload: true",
-        "batch_size: 16",
-        "max_grad_norm: 0.5",
-        "learning_rate: 1e-05",
-        "bf16: true",
-        "adam_beta1: 0.9, adam_beta2: 0.95",
-        "without an equal, and not needed: optimizer.type, zero_optimization.overlap_comm",
-    ]
-
-
-def test_the_equal_keys_exist() -> None:
-    names = {part.partition(":")[0].strip() for line in module_lines() for part in line.split(",") if ":" in part}
-    assert len(names) >= 8
-    assert names <= set(Config.model_fields)
-
-
-def module_lines() -> list[str]:
     everything = DEEPSPEED | {
         "train_batch_size": 8, "activation_checkpointing": {"number_checkpoints": 2}, "fp16": {"enabled": True},
         "scheduler": {"params": {"warmup_num_steps": 3}},
     }  # fmt: skip
-    lines = deepspeed_refusal(everything, where="ds.json").split("\n  ")[1:]
-    return [line.partition("  (")[0] for line in lines if not line.startswith("without")]
+    first, *lines = deepspeed_refusal(everything, where="ds.json").split("\n  ")
+    assert first.startswith("ds.json is a configuration for DeepSpeed")
+    keys = {}
+    for line in lines[:-1]:
+        keys |= yaml.safe_load(f"{{{line.partition('  (')[0]}}}")
+    assert keys.items() >= {
+        "use_fsdp": True, "fsdp_mode": "lean", "cpu_offload": True, "batch_size": 16, "max_grad_norm": 0.5,
+        "bf16": True, "adam_beta1": 0.9, "adam_beta2": 0.95,
+    }.items()  # fmt: skip
+    assert keys.keys() <= Config.model_fields.keys()
+    assert lines[-1].endswith("optimizer.type, zero_optimization.overlap_comm")
 
 
 def effective(
@@ -177,17 +248,9 @@ def test_the_ready_files_say_what_they_promise() -> None:
     assert files["multi_gpu_ddp"]["distributed_type"] == "MULTI_GPU"
     assert {"num_machines", "machine_rank", "main_process_ip", "main_process_port"} <= set(files["multi_node"])
     assert files["multi_gpu_fsdp"]["mixed_precision"] == "bf16"
-    assert files["multi_gpu_fsdp"]["fsdp_config"] == {
-        "fsdp_version": 1,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_backward_prefetch": "BACKWARD_PRE",
-        "fsdp_sharding_strategy": "FULL_SHARD",
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_sync_module_states": True,
-        "fsdp_use_orig_params": True,
-        "fsdp_offload_params": False,
-    }
+    fsdp = files["multi_gpu_fsdp"]["fsdp_config"]
+    assert (fsdp["fsdp_version"], fsdp["fsdp_sharding_strategy"]) == (1, "FULL_SHARD")
+    assert not fsdp["fsdp_offload_params"]
 
 
 def test_a_process_that_nobody_launched_trains_alone_and_plans_for_as_many_as_it_would_start() -> None:

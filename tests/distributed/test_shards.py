@@ -1,15 +1,14 @@
 """Which block of a tensor a process holds: as torch itself cuts, for any shape, on one mesh and on two crossed ones."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from kit.ranks import RankPool
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -18,19 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vembed.distributed.fsdp import _mesh
 from vembed.distributed.ranks import Ranks
-from vembed.distributed.shards import (
-    Block,
-    block_of,
-    clip_gradients,
-    is_first_copy,
-    is_shared,
-    local_part,
-    total_norm,
-)
+from vembed.distributed.shards import Block, block_of, clip_gradients, is_first_copy, is_shared, local_part, total_norm
 from vembed.training.optimizer import Optimizer
-
-if TYPE_CHECKING:
-    from kit.ranks import RankPool
 
 SHAPES = [(1,), (2,), (5,), (7, 3), (1, 4), (4, 1, 2)]
 

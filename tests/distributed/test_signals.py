@@ -1,7 +1,5 @@
 """Signals in real processes: the flag, the second request, who else has a use for a signal, forks and threads."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal
@@ -9,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,11 +17,6 @@ from vembed.checkpoint.manager import CheckpointManager
 from vembed.distributed.signals import AGAIN_SECONDS, SAME_SECONDS, LeaveNow, StopSignal, alone
 from vembed.errors import PreemptedError
 from vembed.files import fsync_path
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from vembed.checkpoint.format import JSON
 
 # Prints "ready", then loops in the way that a trainer does. Exit 10: left by the flag; 11: left by poll, with its code.
 LOOP = """
@@ -77,11 +71,7 @@ def test_poll_leaves_a_long_loop_with_the_exit_code_of_a_preemption() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "code"),
-    [
-        (signal.SIGTERM, signal.SIGTERM, 75),
-        (signal.SIGINT, signal.SIGINT, 130),
-        (signal.SIGTERM, signal.SIGINT, 130),
-    ],
+    [(signal.SIGTERM, signal.SIGTERM, 75), (signal.SIGINT, signal.SIGINT, 130), (signal.SIGTERM, signal.SIGINT, 130)],
 )
 def test_the_second_signal_leaves_at_once(first: signal.Signals, second: signal.Signals, code: int) -> None:
     process = start("deaf")
@@ -215,7 +205,7 @@ def test_a_signal_in_the_middle_of_a_save_breaks_nothing(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(checkpoint_tensors, "fsync_path", signal_and_sync)
     manager = CheckpointManager(tmp_path)
-    stamp: dict[str, JSON] = {"config_hash": "c0ffee", "strategy": "single", "world_size": 1}
+    stamp: dict[str, Any] = {"config_hash": "c0ffee", "strategy": "single", "world_size": 1}
     with StopSignal() as stop:
         outcome = manager.save(4, tensors={}, state={"epoch": 1}, stamp=stamp, best=False)
         assert stop.requested

@@ -1,39 +1,33 @@
 """One process reads the weights, the others receive them: the same values everywhere, and no file read twice."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import pytest
 import torch
 from kit.picture_models import TINY, write_open_clip, write_picture_model
+from kit.ranks import RankPool
 from kit.text_models import TEXTS, embed, load_any, write_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import full_tensors
 from vembed.distributed.starting_weights import Outline
 from vembed.models.adapters import add_adapters, base_fingerprint, freeze
+from vembed.models.encoder import Encoder
 from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
 from vembed.plan.problem import Way
 from vembed.training import model as run_model
 from vembed.training.model import build_alike, start_alike
-from vembed.vectors.provenance import model_key
-
-if TYPE_CHECKING:
-    from kit.ranks import RankPool
-    from torch import Tensor
-
-    from vembed.models.encoder import Encoder
-    from vembed.vectors.provenance import Key
+from vembed.vectors.provenance import Key, model_key
 
 CPU = torch.device("cpu")
 TEXT_FAMILIES = ("bert", "modernbert", "qwen3", "gpt2", "t5", "bidirectional gemma3")
@@ -209,7 +203,7 @@ class Buffered(torch.nn.Module):
         super().__init__()
         self.register_buffer("table", torch.zeros(2))
 
-    def to(self, device: torch.device) -> Buffered:  # type: ignore[override]
+    def to(self, device: torch.device) -> Self:  # type: ignore[override]
         self.register_buffer("table", torch.ones(2))
         return self
 

@@ -20,22 +20,11 @@ GIB = 1 << 30
 GPU = Device("NVIDIA H100", 80 * GIB, 79 * GIB, fast_bf16=True, capability="9.0")
 
 READY = MachineFacts(
-    system="Linux",
-    python="3.11.7",
-    num_cores=16,
-    all_cores=16,
-    memory_bytes=128 * GIB,
-    all_memory_bytes=128 * GIB,
-    devices=(GPU, GPU),
-    driver="570.1",
-    cuda="12.8",
-    nccl="2.27.3",
-    topology="",
-    packages={"torch": "2.15.0", "numpy": "2.4"},
-    extras={"bitsandbytes": ""},
-    shared_memory=Space("/dev/shm", 64 * GIB, 64 * GIB),
-    disk=Space("/data/out", 900 * GIB, 500 * GIB),
-)
+    system="Linux", python="3.11.7", num_cores=16, all_cores=16, memory_bytes=128 * GIB, all_memory_bytes=128 * GIB,
+    devices=(GPU, GPU), driver="570.1", cuda="12.8", nccl="2.27.3", topology="",
+    packages={"torch": "2.15.0", "numpy": "2.4"}, extras={"bitsandbytes": ""},
+    shared_memory=Space("/dev/shm", 64 * GIB, 64 * GIB), disk=Space("/data/out", 900 * GIB, 500 * GIB),
+)  # fmt: skip
 
 
 def found(facts: MachineFacts) -> list[tuple[str, str]]:
@@ -51,22 +40,19 @@ def test_a_ready_machine_has_nothing_to_mend_with_or_without_gpus() -> None:
     ("change", "expected"),
     [
         ({"packages": {"torch": "2.15.0", "numpy": ""}}, [("problem", "packages")]),
-        ({"packages": {"torch": "2.10.1"}}, [("problem", "torch")]),
-        ({"packages": {"torch": "2.11.0+cu128"}}, []),
-        ({"packages": {"torch": "2.15.0+cu130"}}, []),
-        ({"packages": {"torch": "3.0"}}, []),
+        ({"packages": {"torch": "2.10.1"}}, [("problem", "torch")]), ({"packages": {"torch": "2.11.0+cu128"}}, []),
+        ({"packages": {"torch": "2.15.0+cu130"}}, []), ({"packages": {"torch": "3.0"}}, []),
         ({"devices": ()}, [("problem", "devices")]),
         ({"devices": (GPU, replace(GPU, name="NVIDIA A100"))}, [("warning", "devices")]),
         ({"devices": (GPU, replace(GPU, free_bytes=71 * GIB))}, [("warning", "device 1")]),
         ({"devices": (GPU, replace(GPU, free_bytes=73 * GIB))}, []),
         ({"shared_memory": Space("/dev/shm", 64 << 20, 64 << 20)}, [("warning", "shared memory")]),
-        ({"shared_memory": Space("/dev/shm", GIB, GIB)}, []),
-        ({"shared_memory": None}, []),
+        ({"shared_memory": Space("/dev/shm", GIB, GIB)}, []), ({"shared_memory": None}, []),
         ({"disk": Space("/data", 900 * GIB, 19 * GIB)}, [("warning", "disk")]),
         ({"disk": Space("/data", 900 * GIB, GIB // 2)}, [("problem", "disk")]),
         ({"disk": Space("/data", 900 * GIB, 21 * GIB)}, []),
     ],
-)
+)  # fmt: skip
 def test_each_rule_speaks_beyond_its_threshold_and_not_within(
     change: dict[str, object], expected: list[tuple[str, str]]
 ) -> None:
@@ -98,18 +84,13 @@ def test_a_driver_without_a_build_for_it_names_the_build() -> None:
         ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}),
         ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, {"TORCH_DISTRIBUTED_DEBUG": "INFO"}),
-        ({"NCCL_DEBUG": "INFO"}, {"NCCL_DEBUG": "WARN"}),
-        ({"OMP_NUM_THREADS": "8"}, {"OMP_NUM_THREADS": "4"}),
-        ({"OMP_NUM_THREADS": "all"}, {}),
-        ({"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "0,1"}),
-        (
-            {"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:2"},
-            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-        ),
-        ({"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, {"WORLD_SIZE": "1"}),
+        ({"NCCL_DEBUG": "INFO"}, {"NCCL_DEBUG": "WARN"}), ({"OMP_NUM_THREADS": "8"}, {"OMP_NUM_THREADS": "4"}),
+        ({"OMP_NUM_THREADS": "all"}, {}), ({"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "0,1"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:2"},
+         {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}), ({"WORLD_SIZE": "2", "RANK": "0"}, {"WORLD_SIZE": "1"}),
     ],
-)
+)  # fmt: skip
 def test_odd_variables_are_named_and_usual_ones_are_not(odd: dict[str, str], usual: dict[str, str]) -> None:
     assert [check.about for check in odd_variables(odd, num_cores=4, num_gpus=0)] == [next(iter(odd))]
     assert odd_variables(usual, num_cores=4, num_gpus=0) == ()

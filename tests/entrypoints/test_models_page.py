@@ -1,24 +1,28 @@
-"""docs/models.md is what the encoder classes state and what the plan predicts."""
+"""The tables of docs/models.md are what the encoder classes state and what the plan predicts."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-import vembed
 from vembed.registry import ENCODERS
-from vembed.training.models_page import MEMORY, render_classes, render_models
+from vembed.training.models_page import END, PAGE, TABLES, class_table, render_page
 
-PAGE = Path(vembed.__file__).parents[1] / "docs" / "models.md"
+QUICK = [name for name in TABLES if name != "memory"]
 
 
-def test_the_page_is_what_the_classes_say() -> None:
-    assert PAGE.read_text("utf-8").partition(MEMORY)[0].strip() == render_classes().strip()
+def test_the_tables_of_the_page_are_what_the_classes_say() -> None:
+    page = PAGE.read_text("utf-8")
+    assert render_page(page, QUICK) == page
+    assert page.count(END) == len(TABLES)
+
+
+def test_a_page_without_a_place_for_a_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="no table between <!-- table of prompts -->"):
+        render_page("# Models\n", ["prompts"])
 
 
 def test_every_class_of_ours_is_on_the_page() -> None:
-    lines = [line for line in render_classes().splitlines() if line.startswith("| ")]
+    lines = [line for line in class_table().splitlines() if line.startswith("| ")]
     own = [ENCODERS.load(name) for name in ENCODERS.names() if name not in ENCODERS.plugins()]
     for each in own:
         assert "about" in vars(each), each
@@ -27,4 +31,5 @@ def test_every_class_of_ours_is_on_the_page() -> None:
 
 @pytest.mark.slow
 def test_the_memory_on_the_page_is_what_the_plan_predicts() -> None:
-    assert PAGE.read_text("utf-8") == render_models()
+    page = PAGE.read_text("utf-8")
+    assert render_page(page, ["memory"]) == page

@@ -11,41 +11,18 @@ from vembed.evaluation.diagnosis import Setup, diagnose, diagnosis_lines, perfor
 from vembed.evaluation.judge import Comparison, Verdict
 
 GPU = Setup(
-    device="cuda",
-    memory_bytes=80_000_000_000,
-    num_cores=16,
-    world_size=4,
-    dtype="bfloat16",
-    num_workers=4,
-    chunk_rows=512,
-    chunk_tokens=16384,
-    keeps_all=True,
-    smaller_chunk=None,
-    learning_rate=2e-3,
-    skipped_steps=0,
-)
+    device="cuda", memory_bytes=80_000_000_000, num_cores=16, world_size=4, dtype="bfloat16", num_workers=4,
+    chunk_rows=512, chunk_tokens=16384, keeps_all=True, smaller_chunk=None, learning_rate=2e-3, skipped_steps=0,
+)  # fmt: skip
+
 
 HEALTHY = {
-    "step_seconds": 1.0,
-    "data_seconds": 0.02,
-    "encode_seconds": 0.85,
-    "wait_seconds": 0.02,
-    "loss_seconds": 0.03,
-    "reduce_seconds": 0.04,
-    "update_seconds": 0.02,
-    "samples_per_second": 256.0,
-    "tokens_per_second": 20000.0,
-    "peak_memory_bytes": 60e9,
-    "padding_ratio": 1.05,
-    "replay_drift": 0.0,
-    "num_chunks": 4,
-    "oom_repairs": 0,
-    "grad_norm": 0.7,
-    "token_imbalance": 1.01,
-    "encode_imbalance": 1.02,
-    "slowest_rank": 3,
+    "step_seconds": 1.0, "data_seconds": 0.02, "encode_seconds": 0.85, "wait_seconds": 0.02, "loss_seconds": 0.03,
+    "reduce_seconds": 0.04, "update_seconds": 0.02, "samples_per_second": 256.0, "tokens_per_second": 20000.0,
+    "peak_memory_bytes": 60e9, "padding_ratio": 1.05, "replay_drift": 0.0, "num_chunks": 4, "oom_repairs": 0,
+    "grad_norm": 0.7, "token_imbalance": 1.01, "encode_imbalance": 1.02, "slowest_rank": 3,
     "device_utilisation": 0.95,
-}
+}  # fmt: skip
 
 
 def run_of(changes: dict[str, Any], *, steps: int = 12) -> list[dict[str, float]]:
@@ -112,16 +89,6 @@ def test_what_was_learnt_is_told_of_runs_that_failed_and_not_of_those_that_learn
     assert diagnose(rows[:19], GPU, judged(0.3, 0.3)) == (), "19 steps are too few to judge a course by"
 
 
-def test_each_cause_names_the_learning_rate_to_try() -> None:
-    def advice(losses: tuple[float, float], norms: tuple[float, float], metrics: tuple[float, float]) -> str:
-        (finding,) = diagnose(course(losses, norms), GPU, judged(*metrics))
-        return finding.advice
-
-    assert "Raise learning_rate, now 0.002, tenfold: 0.02" in advice((2.1, 2.0), (1.0, 1.0), (0.3, 0.3))
-    assert "Lower learning_rate, now 0.002, tenfold or more: 0.0002" in advice((2.1, 2.0), (1.0, 0.01), (0.3, 0.3))
-    assert "Try learning_rate 0.0002, now 0.002" in advice((2.1, 1.0), (1.0, 1.0), (0.3, 0.2))
-
-
 def test_a_loss_of_0_is_told_once_and_only_where_it_was_never_more() -> None:
     rows = course((0.0, 0.0), (0.0, 0.0))
     assert [finding.cause for finding in diagnose(rows, GPU, judged(0.3, 0.3))] == ["loss of 0"]
@@ -129,10 +96,15 @@ def test_a_loss_of_0_is_told_once_and_only_where_it_was_never_more() -> None:
     assert "loss of 0" not in [finding.cause for finding in diagnose(rows, GPU, judged(0.3, 0.3))]
 
 
-def test_a_healthy_run_has_no_finding() -> None:
+def test_a_healthy_run_has_no_finding_and_the_log_shows_the_split() -> None:
     assert causes({}) == []
     assert ("diagnosis", "nothing stands out") in diagnosis_lines(run_of({}), ())
     assert diagnose([], GPU) == ()
+    rows = run_of({"data_seconds": 0.5, "step_seconds": 2.0})
+    lines = list(diagnosis_lines(rows, found := diagnose(rows, GPU)))
+    assert lines[0] == ("time of step", "2 s on average")
+    assert [line.split()[0] for _, line in lines[1:3]] == ["25%", "42%"]
+    assert any(found[0].advice in line for _, line in lines)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +121,7 @@ def test_a_healthy_run_has_no_finding() -> None:
         ("little memory left", {"largest_rank_memory_bytes": 75e9}, {"largest_rank_memory_bytes": 70e9}),
         ("out of memory", {"oom_repairs": 1}, {"oom_repairs": 0}),
     ],
-)
+)  # fmt: skip
 def test_each_rule_speaks_beyond_its_threshold_and_not_within(
     cause: str, beyond: dict[str, float], within: dict[str, float]
 ) -> None:
@@ -157,34 +129,54 @@ def test_each_rule_speaks_beyond_its_threshold_and_not_within(
     assert causes(within) == []
 
 
-def only(changes: dict[str, Any], setup: Setup = GPU) -> str:
+BARE = replace(GPU, keeps_some=False)
+LADDER = replace(GPU, oom_ladder=("gradient_checkpointing: true: 3 GiB", "use_fsdp: true: 2 GiB"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "setup", "told", "untold"),
+    [
+        ({"data_seconds": 0.4}, GPU, ("40% of a step (400 ms of 1 s)", "num_workers, now 4", "16 cores"), ""),
+        ({"data_seconds": 0.4}, replace(GPU, num_workers=16), ("All cores",), "num_workers, now"),
+        ({"wait_seconds": 0.3, "token_imbalance": 1.4}, GPU, ("1.40 times", "spread unevenly"), "process 3"),
+        ({"wait_seconds": 0.3, "encode_imbalance": 1.4}, GPU, ("process 3",), "spread unevenly"),
+        ({"device_utilisation": 0.4}, GPU, ("gradient_cache_chunk_tokens, now 16384",), ""),
+        ({"oom_repairs": 1}, replace(GPU, smaller_chunk=(128, 4096)),
+         ("12 times", "gradient_cache_chunk_size: 128, gradient_cache_chunk_tokens: 4096"), "By the plan"),
+        ({"oom_repairs": 1}, GPU, ("retain", "gradient_cache_chunk_tokens, now 16384"), ""),
+        ({"oom_repairs": 1}, BARE, ("gradient_cache_chunk_tokens lower, now 16384",), "retain"),
+        ({"oom_repairs": 1}, replace(BARE, smaller_chunk=(16, 2048)), ("gradient_cache_chunk_tokens: 2048",), "retain"),
+        ({"oom_repairs": 1}, LADDER, LADDER.oom_ladder, ""),
+        ({"peak_memory_bytes": 79e9}, LADDER, LADDER.oom_ladder, ""),
+        ({"peak_memory_bytes": 79e9}, BARE, ("gradient_cache_chunk_tokens",), "retain"),
+    ],
+)  # fmt: skip
+def test_a_finding_has_its_numbers_and_the_keys_that_help_here(
+    changes: dict[str, Any], setup: Setup, told: tuple[str, ...], untold: str
+) -> None:
     (finding,) = diagnose(run_of(changes), setup)
-    return f"{finding.sentence} {finding.advice}"
+    text = f"{finding.sentence} {finding.advice}"
+    assert [words for words in told if words not in text] == []
+    assert not untold or untold not in text
 
 
-def test_waiting_for_data_gives_the_seconds_and_the_workers_that_there_are() -> None:
-    text = only({"data_seconds": 0.4})
-    assert "40% of a step (400 ms of 1 s)" in text
-    assert "num_workers, now 4, towards the 16 cores" in text
-    assert "All cores make batches already" in only({"data_seconds": 0.4}, replace(GPU, num_workers=16))
-
-
-def test_uneven_processes_blame_the_deal_or_the_device() -> None:
-    by_deal = only({"wait_seconds": 0.3, "token_imbalance": 1.4})
-    assert "1.40 times the mean tokens" in by_deal
-    assert "spread unevenly" in by_deal
-    by_device = only({"wait_seconds": 0.3, "encode_imbalance": 1.4})
-    assert "most often of process 3" in by_device
-    assert "spread unevenly" not in by_device
+def test_a_learning_rate_to_try_is_named() -> None:
+    for losses, norms, after, rate in (
+        ((2.1, 2.0), (1.0, 1.0), 0.3, " 0.02"),
+        ((2.1, 2.0), (1.0, 0.01), 0.3, " 0.0002"),
+        ((2.1, 1.0), (1.0, 1.0), 0.2, " 0.0002"),
+    ):
+        (finding,) = diagnose(course(losses, norms), GPU, judged(0.3, after))
+        assert rate in finding.advice
+        assert "now 0.002" in finding.advice
 
 
 def test_an_idle_gpu_is_told_why_it_idles() -> None:
-    assert "raise gradient_cache_chunk_tokens, now 16384" in only({"device_utilisation": 0.4})
     starved = diagnose(run_of({"device_utilisation": 0.4, "data_seconds": 0.5}), GPU)
     assert [finding.cause for finding in starved] == ["waiting for data", "GPU utilisation"]
-    assert "waits for data first" in starved[1].advice
     lonely = diagnose(run_of({"device_utilisation": 0.4, "reduce_seconds": 0.5}), GPU)
-    assert "waits for the other processes" in lonely[1].advice
+    assert "data" in starved[1].advice
+    assert "other processes" in lonely[1].advice
 
 
 def test_utilisation_that_nobody_measured_is_said_so_on_a_gpu_only() -> None:
@@ -200,23 +192,6 @@ def test_drift_is_judged_by_what_the_number_format_explains() -> None:
     assert causes({"replay_drift": 5e-5}, single) == ["replay drift"]
     assert causes({"replay_drift": 5e-6}, single) == []
     assert causes({"replay_drift": 5e-5}) == [], "bfloat16 rounds more"
-
-
-def test_a_repaired_run_is_told_the_chunk_to_start_with() -> None:
-    text = only({"oom_repairs": 1}, replace(GPU, smaller_chunk=(128, 4096)))
-    assert "ran out of memory 12 times" in text
-    assert "gradient_cache_chunk_size: 128, gradient_cache_chunk_tokens: 4096" in text
-    assert "By the plan" not in text
-    assert "Set retain lower, or gradient_cache_chunk_tokens, now 16384." in only({"oom_repairs": 1})
-    bare = replace(GPU, keeps_some=False)
-    assert "Set gradient_cache_chunk_tokens lower, now 16384." in only({"oom_repairs": 1}, bare)
-    small = replace(bare, smaller_chunk=(16, 2048))
-    assert "gradient_cache_chunk_tokens: 2048." in only({"oom_repairs": 1}, small)
-    assert "lower gradient_cache_chunk_tokens." in only({"peak_memory_bytes": 79e9}, bare)
-    ladder = replace(GPU, oom_ladder=("gradient_checkpointing: true: 3 GiB", "use_fsdp: true: 2 GiB"))
-    expected = "By the plan, in this order: gradient_checkpointing: true: 3 GiB; use_fsdp: true: 2 GiB."
-    assert only({"oom_repairs": 1}, ladder).endswith(expected)
-    assert only({"peak_memory_bytes": 79e9}, ladder).endswith(expected)
 
 
 def test_spare_memory_is_offered_only_where_rows_are_encoded_twice_on_a_device_of_its_own() -> None:
@@ -240,16 +215,6 @@ def test_few_steps_say_nothing_of_times_but_of_memory() -> None:
     assert [finding.cause for finding in diagnose(rows, GPU)] == ["little memory left"]
     rows = run_of({"data_seconds": 0.9}, steps=6)
     assert [finding.cause for finding in diagnose(rows, GPU)] == ["waiting for data"]
-
-
-def test_the_log_shows_the_split_and_each_advice() -> None:
-    rows = run_of({"data_seconds": 0.5, "step_seconds": 2.0})
-    lines = list(diagnosis_lines(rows, diagnose(rows, GPU)))
-    assert lines[0] == ("time of step", "2 s on average")
-    assert lines[1][1].split(maxsplit=1) == ["25%", "waiting for data"]
-    assert lines[2][1].split(maxsplit=1) == ["42%", "encoding, forward and backward"]
-    assert not any("52%" in line for _, line in lines)
-    assert any("Raise num_workers" in line for _, line in lines)
 
 
 def test_a_run_of_milliseconds_is_not_told_to_raise_its_workers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_report_samples import result, sample
+from kit.pages import result, sample
 
 from vembed.evaluation.judge import SetOutcome, headline, interval_text, judged
 from vembed.evaluation.report.run_report import build_page

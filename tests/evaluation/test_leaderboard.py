@@ -1,20 +1,16 @@
-"""The leaderboard: order, means, tests against the best, and pages that hostile names can't break."""
+"""The leaderboard: order, means, tests against the best, and a page that tells the same in every form."""
 
 from __future__ import annotations
 
 import json
-import re
 from functools import cache
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from test_report_html import HOSTILE, OURS
-from test_report_markdown import MARKUP
-from test_report_samples import Page
+from kit.pages import HOSTILE, Page, assert_sound, shape
 
-from vembed.errors import MachineError
 from vembed.evaluation.benchmark.run import Entry, VariantResult
 from vembed.evaluation.benchmark.stored import Cost
 from vembed.evaluation.benchmark.variants import REFERENCE, Variant
@@ -23,15 +19,15 @@ from vembed.evaluation.leaderboard import board_page, build_board, frontier, hea
 from vembed.evaluation.results import EvaluationResult
 from vembed.pages.html import render_html
 from vembed.pages.markdown import render_markdown
-from vembed.pages.page import Figure, Row, Table
+from vembed.pages.page import Figure, Row
 from vembed.pages.terminal import render_terminal
-from vembed.pages.text import p_text
 from vembed.pages.write import write_page
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.evaluation.leaderboard import Board
+
 
 METRIC = "ndcg@10"
 
@@ -121,9 +117,9 @@ def test_of_many_equal_systems_one_is_not_called_behind_by_luck() -> None:
     cells = [cell for _, cell in build_board(entries, METRIC).cells_of("one")]
     assert any(cell.p_value is not None and cell.p_value < 0.05 for cell in cells)  # the best is best by luck
     assert not any(cell.is_behind for cell in cells)
-    text = render_terminal(board_page(build_board(entries, METRIC)))
-    assert "p (Holm)" in text
-    assert "p (Holm)" not in render_terminal(board_page(build_board(entries[:2], METRIC)))
+    for count in (20, 2):
+        text = render_terminal(board_page(build_board(entries[:count], METRIC)))
+        assert ("p (Holm)" in text) == (count > 2)
 
 
 def test_the_best_may_differ_from_set_to_set() -> None:
@@ -135,19 +131,9 @@ def test_the_best_may_differ_from_set_to_set() -> None:
     ]
     found = build_board(entries, METRIC)
     assert [found.cells_of(task)[0][0].system for task in ("one", "two")] == ["a", "b"]
-    assert "every other system is significantly below" in headline(found)
     alone = build_board(entries[:2], METRIC)
-    assert "nothing to compare it with" in headline(alone)
+    assert headline(alone) != headline(found)
     assert alone.rows[0].cells[0].p_value is None
-
-
-def test_the_interval_of_a_mean_over_sets_is_that_of_independent_draws() -> None:
-    one, two = result("a", "one", draws(0.5, 1, 200)), result("a", "two", draws(0.5, 2, 200))
-    low, high = mean_interval([one, two], METRIC)
-    widths = [np.subtract(*reversed(mean_interval([each], METRIC))) for each in (one, two)]
-    assert high - low == pytest.approx(np.hypot(*widths) / 2, rel=0.05)  # variances of independent means add up
-    with pytest.raises(ValueError, match="no result"):
-        mean_interval([], METRIC)
 
 
 def test_forms_are_compared_with_exact_search_of_the_same_model() -> None:
@@ -171,40 +157,42 @@ def test_the_frontier_holds_what_nothing_beats_in_both() -> None:
     assert frontier([(1.0, 0.0)]) == [(1.0, 0.0)]
 
 
-@pytest.mark.slow
-def test_the_files_agree_and_the_same_board_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_the_numbers_of_every_form_are_those_of_the_board(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_page(tmp_path / name, board_page(board()), name="leaderboard")
     names = ["leaderboard.html", "leaderboard.json", "leaderboard.md"]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == names
-    for name in names:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    content = json.loads((tmp_path / "a" / "leaderboard.json").read_text())
+    html, data, markdown = ((tmp_path / "a" / name).read_text("utf-8") for name in names)
+    assert [html, data, markdown] == [(tmp_path / "b" / name).read_text("utf-8") for name in names]
+    content, terminal = json.loads(data), render_terminal(board_page(board()))
     assert [row["system"] for row in content["systems"]] == ["strong", "BM25", "weak"]
     assert content["systems"][0]["mean"] == board().rows[0].mean
     assert content["systems"][2]["sets"][0]["p_value"] == board().rows[2].cells[0].p_value
     assert content["variants"][0]["cost"]["bytes_per_document"] == 64.0
-    for text in ((tmp_path / "a" / name).read_text() for name in ("leaderboard.html", "leaderboard.md")):
-        for row in board().rows:
-            assert f"{row.mean:.3f}" in text
-            assert all(f"{cell.value:.3f}" in text for cell in row.cells)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(MachineError, match="can't be written"):
-        write_page(tmp_path / "file", board_page(board()), name="leaderboard")
+    marks = {span["aria-label"] for span in Page(html).named("span") if span.get("role") == "img"}
+    for row in board().rows:
+        assert f"{row.mean:.3f}" in html
+        for text in (markdown, terminal):
+            assert f"{row.mean:.3f} ({row.low:.3f} to {row.high:.3f})" in text
+        for cell in row.cells:
+            assert f"{cell.value:.3f} {cell.mark}, {cell.reading}" in marks, "said to whoever doesn't see the mark"
+            for text in (markdown, terminal):
+                assert f"{cell.value:.3f} ({cell.low:.3f} to {cell.high:.3f})" in text
+    for text in (markdown, terminal):
+        assert "0.5 (p95 0.6, p99 0.9)" in text
+        assert "32 + 32" in text, "bytes of int8, and of the vectors that rescoring reads"
 
 
-def test_the_page_stands_alone_and_each_drawing_has_ids_of_its_own() -> None:
-    text = render_html(board_page(board()))
-    page = Page(text)
-    assert {tag for tag, _, _ in page.elements} <= OURS
-    assert not page.named("script")
-    assert all((attributes.get("href") or "#").startswith("#") for _, attributes, _ in page.elements)
-    assert [meta for meta in page.named("meta") if "default-src 'none'" in (meta.get("content") or "")]
-    assert not re.search(r"https?://(?!www\.w3\.org)", text)
-    ids = re.findall(r'\bid="([^"]+)"', text)
-    assert len(ids) == len(set(ids))
-    assert text.count("<figure") == 4
-    assert text.count("<svg") == 4 + 3  # drawings of both sets, and an interval for each system
+def test_the_page_stands_alone_and_the_words_of_a_figure_name_its_line() -> None:
+    shown = assert_sound(render_html(board_page(board())))
+    assert (len(shown.named("table")), len(shown.named("figure"))) == (1 + 2 + 2 + 1, 4)
+    assert len(shown.named("svg")) == 4 + 3, "drawings of both sets, and an interval for each system"
+    blocks = [block for section in board_page(board()).sections for block in section.blocks if isinstance(block, Row)]
+    for figure in (figure for row in blocks for figure in row.blocks):
+        assert isinstance(figure, Figure)
+        assert figure.series == ["strong", "weak"]
+        # Each form of the sample loses quality and takes less: nothing beats any of them.
+        assert "strong 3, 2, 1; weak 6, 5, 4." in figure.words
 
 
 @cache
@@ -218,77 +206,11 @@ def hostile_board(text: str) -> Board:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_nothing_that_a_user_named_becomes_markup(text: str) -> None:
-    page = Page(render_html(board_page(hostile_board(text))))
-    assert {tag for tag, _, _ in page.elements} <= OURS
-    for tag, attributes, _ in page.elements:
-        assert not [name for name in attributes if name.startswith("on") or name in {"src", "autofocus"}], tag
+def test_nothing_that_a_user_named_becomes_markup_in_the_page_or_in_its_drawings(text: str) -> None:
+    shown = assert_sound(render_html(board_page(hostile_board(text))))
+    assert not shown.named("img")
     line = " ".join(text.split())
     for place in ("model a", "model c", "set", "note", "fact", "vembed", "IVF"):
-        assert f"{place} {line}" in page.text, place
-
-
-@pytest.mark.parametrize("text", MARKUP)
-def test_nothing_that_a_user_named_becomes_markdown(text: str) -> None:
-    parser = pytest.importorskip("markdown_it", reason="markdown-it-py isn't installed").MarkdownIt("commonmark")
-    parser.enable(["table", "strikethrough"])
-
-    def shape(tokens: list[Any]) -> list[tuple[str, str]]:
-        children = [child for token in tokens for child in token.children or [] if child.content != "<!-- -->"]
-        inline = [("inline", child.type) for child in children if child.type != "text"]
-        return [(token.type, token.tag) for token in tokens] + inline
-
-    hostile = parser.parse(render_markdown(board_page(hostile_board(text))))
-    assert shape(hostile) == shape(parser.parse(render_markdown(board_page(hostile_board("harmless")))))
-    assert not [child for token in hostile for child in token.children or [] if child.type == "link_open"]
-
-
-def test_the_terminals_table_is_aligned_and_holds_no_control_character() -> None:
-    entries = [entry(name, "set", draws(0.5, 1)) for name in ("short", "模型", "\x1b[31mred\n", "x" * 300)]
-    lines = render_terminal(board_page(build_board(entries, METRIC))).splitlines()
-    assert "\x1b" not in "".join(lines)
-    heads = next(number for number, line in enumerate(lines) if f"Mean {METRIC}" in line)
-    table = lines[heads : heads + 5]
-    assert [line.split()[0] for line in table] == ["System", "1", "2", "3", "4"]
-    assert len({len(line) + line.count("模") + line.count("型") for line in table}) == 1
-    assert "Bytes per document" in render_terminal(board_page(board()))
-
-
-def test_the_terminal_loses_no_column_and_no_interval_of_the_tables() -> None:
-    text = render_terminal(board_page(board()))
-    for row in board().rows:
-        assert f"{row.mean:.3f} ({row.low:.3f} to {row.high:.3f})" in text
-        for cell in row.cells:
-            assert f"{cell.value:.3f} {cell.mark}" in text
-            assert f"{cell.value:.3f} ({cell.low:.3f} to {cell.high:.3f})" in text
-    for head in ("To the best", "p", "Reading", "To exact", "recall@100", "Dims", "ms per query"):
-        assert re.search(rf"  {head}(  |$)", text, re.MULTILINE), head
-    assert "0.5 (p95 0.6, p99 0.9)" in text
-    assert "32 + 32" in text  # bytes of int8, and of the vectors that rescoring reads
-
-
-def test_each_table_and_figure_has_a_name_of_its_own_and_the_words_of_a_figure_name_its_line() -> None:
-    blocks = [block for section in board_page(board()).sections for block in section.blocks]
-    titles = [block.title for block in blocks if isinstance(block, Table)]
-    assert len(titles) == len(set(titles)) == 1 + 2 + 2 + 1
-    figures = [figure for row in blocks if isinstance(row, Row) for figure in row.blocks]
-    for figure in figures:
-        assert isinstance(figure, Figure)
-        assert figure.series == ["strong", "weak"]
-        # Each form of the sample loses quality and takes less: nothing beats any of them.
-        assert "cheapest first): strong 3, 2, 1; weak 6, 5, 4." in figure.words
-    text = render_html(board_page(board()))
-    assert text.count('<span class="swatch series-1" aria-hidden="true">●</span>') == len(figures) == 4
-    assert text.count('<span class="swatch series-2" aria-hidden="true">■</span>') == 4
-
-
-def test_a_mark_is_said_in_words_to_whoever_does_not_see_it() -> None:
-    page = Page(render_html(board_page(board())))
-    labels = {attributes["aria-label"] for attributes in page.named("span") if attributes.get("role") == "img"}
-    for row in board().rows:
-        for cell in row.cells:
-            assert f"{cell.value:.3f} {cell.mark}, {cell.reading}" in labels
-
-
-def test_p_values_are_never_shown_as_zero() -> None:
-    assert [p_text(value) for value in (None, 0.00001, 0.0421, 1.0)] == ["\N{EN DASH}", "< 0.001", "0.042", "1.000"]
+        assert f"{place} {line}" in shown.text, place
+    harmless = board_page(hostile_board("harmless"))
+    assert shape(render_markdown(board_page(hostile_board(text)))) == shape(render_markdown(harmless))

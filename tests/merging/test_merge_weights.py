@@ -68,24 +68,15 @@ def test_weight_one_is_the_model_itself_to_the_bit_and_counters_stay(method: str
     assert torch.equal(mixed([(0.5, torch.tensor([3])), (0.5, torch.tensor([5]))], "linear"), torch.tensor([3]))
 
 
-def test_models_of_other_shapes_are_refused_by_the_name_that_differs() -> None:
-    with pytest.raises(ConfigError, match=r"a and b can't be merged: \S+ has the shape .* in the first and .* in the"):
-        Mixture([made(0), made(1, buckets=32)], ["a", "b"])
-
-
-def test_models_with_other_prompts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = made(0), made(1)
-    monkeypatch.setattr(
-        NgramBag, "prompts", property(lambda self: {"query": "find: " if self is other else "", "document": ""})
-    )
-    with pytest.raises(ConfigError, match="a and b can't be merged: their query prompt differs"):
-        Mixture([one, other], ["a", "b"])
-
-
-def test_models_that_pool_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = made(0), made(1)
-    monkeypatch.setattr(NgramBag, "describe", lambda self: {"pooling": "cls (a)" if self is other else "mean (b)"})
-    with pytest.raises(ConfigError, match="their pooling differs \\('mean' and 'cls'\\)"):
+@pytest.mark.parametrize("differs", ["shape", "query prompt", "pooling"])
+def test_models_that_differ_are_refused_by_what_differs(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = made(0), made(1, buckets=32 if differs == "shape" else 64)
+    if differs == "pooling":
+        monkeypatch.setattr(NgramBag, "describe", lambda self: {"pooling": "cls" if self is other else "mean"})
+    elif differs == "query prompt":
+        prompts = property(lambda self: {"query": "find: " if self is other else "", "document": ""})
+        monkeypatch.setattr(NgramBag, "prompts", prompts)
+    with pytest.raises(ConfigError, match=rf"a and b.*{differs}"):
         Mixture([one, other], ["a", "b"])
 
 
@@ -96,5 +87,5 @@ def test_the_grid_starts_with_the_first_model_and_holds_every_mixture_once() -> 
     assert len(set(three)) == len(three) == 15
     assert all(sum(weights) == 1.0 for weights in three)
     assert shown_weights(three[1]) == "0.75+0.25+0"
-    with pytest.raises(ConfigError, match=r"--steps 10 makes fewer"):
+    with pytest.raises(ConfigError, match="--steps 10"):
         grid(4, 20)

@@ -1,10 +1,12 @@
-"""Templates: no text of a user becomes markup in any of them, and none may switch that off."""
+"""Templates, the style of all pages and their words for numbers: no text becomes markup, and everyone can read it."""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from jinja2 import Environment, UndefinedError
 from markupsafe import Markup
@@ -12,8 +14,9 @@ from markupsafe import Markup
 import vembed
 from vembed.evaluation.card import markdown_environment
 from vembed.pages.html import environment, picture_source
-from vembed.pages.markdown import fenced
+from vembed.pages.markdown import escape, fenced
 from vembed.pages.page import Cell, Table
+from vembed.pages.text import MINUS, bytes_text, clip, number_text, p_text, plain, signed_text, value_text
 
 TEMPLATES = sorted(Path(vembed.__file__).parent.glob("**/templates/*.jinja"))
 INVISIBLE = "a\x00b\x1b[31mc\u202ed\ud800e\u2066f\u200bg"
@@ -87,3 +90,89 @@ def test_templates_are_found_and_travel_with_the_package() -> None:
     }
     settings = (Path(vembed.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     assert '"*/templates/*"' in settings
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain text, 0.5 (ok) - fine!", "plain text, 0.5 (ok) - fine!"), ("ndcg@10", "ndcg@10"),
+        ("gradient_cache_chunk_size", "gradient_cache_chunk_size"), ("a -> b", "a -> b"), ("_soft_", "\\_soft\\_"),
+        ("a|b", "a&#124;b"), ("`x`", "&#96;x&#96;"), ("<b>", "&lt;b>"), ("&lt;", "&amp;lt;"),
+        ("[a](b)", "\\[a\\](b)"), ("a\nb\r\n\tc", "a b&#92;x0d c"), ("- item", "&#45; item"), ("---", "&#45;--"),
+        ("> quote", "&#62; quote"), ("1. one", "1&#46; one"), ("12) one", "12&#41; one"), ("1.5 GB", "1.5 GB"),
+        ("https://x", "https&#58;//x"), ("www.x", "www&#46;x"), ("me@x.org @you", "me@<!-- -->x.org @<!-- -->you"),
+        ("$x$", "&#36;x&#36;"), ("\\*", "&#92;\\*"), ("\x1b[0m", "&#92;x1b\\[0m"),
+    ],
+)  # fmt: skip
+def test_only_active_characters_are_escaped(text: str, expected: str) -> None:
+    assert escape(text) == expected
+
+
+def themes() -> tuple[str, list[dict[str, str]]]:
+    """Return the style of all pages, and its colours of light and of dark on a screen, later definitions winning."""
+    style = environment().get_template("page.css.jinja").render()
+    blocks = re.findall(
+        r"(@media \(prefers-color-scheme: dark\) \{ )?:root \{([^}]*)\}", style.split("@media print")[0]
+    )
+    light: dict[str, str] = {}
+    dark: dict[str, str] = {}
+    for is_dark, block in blocks:
+        (dark if is_dark else light).update(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", block))
+    return style, [light, {**light, **dark}]
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_every_text_colour_of_the_pages_is_legible_in_both_themes() -> None:
+    style, (light, dark) = themes()
+    assert light["page"] != dark["page"]
+    assert light["series-2"] != dark["series-2"]
+    texts = {
+        "ink": ("page", "card", "soft", "better-soft"),
+        "muted": ("page", "card", "soft", "better-soft"),
+        "series": ("page", "card", "soft"),
+        **{tone: ("page", "card", "soft", f"{tone}-soft") for tone in ("better", "worse", "even")},
+        **{f"series-{number}": ("card", "page") for number in (2, 3, 4)},
+    }
+    used = set(re.findall(r"(?<![-a-z])color: var\(--([a-z0-9-]+)\)", style))
+    assert used - {"tone"} <= texts.keys(), "a colour of a text that this test doesn't look at"
+    for theme in (light, dark):
+        for text, grounds in texts.items():
+            for ground in grounds:
+                bright, dim = sorted((luminance(theme[text]), luminance(theme[ground])), reverse=True)
+                assert (bright + 0.05) / (dim + 0.05) >= 4.5, (text, ground)
+    assert "@media print" in style
+    assert "attr(data-label)" in style, "a narrow screen takes tables apart"
+
+
+def test_numbers_and_other_values_read_well() -> None:
+    numbers = {
+        0.0: "0", 2e-5: f"2e{MINUS}5", 1.95e-4: f"1.95e{MINUS}4", 0.0125: "0.0125", -3.0: f"{MINUS}3", 1234.4: "1,234",
+        1e9: "1e9",
+    }  # fmt: skip
+    assert {value: number_text(value) for value in numbers} == numbers
+    sizes = {0: "0 B", 999: "999 B", 1.5e9: "1.4 GiB", 2.1e7: "20 MiB", math.nan: "n/a"}
+    assert {value: bytes_text(value) for value in sizes} == sizes
+    signed = {0.1: "+0.100", -0.1: f"{MINUS}0.100", 0.0001: "0.000", -0.0: "0.000", math.inf: "n/a"}
+    assert {value: signed_text(value) for value in signed} == signed
+    assert [p_text(value) for value in (None, 0.00001, 0.0421, 1.0)] == ["\N{EN DASH}", "< 0.001", "0.042", "1.000"]
+    assert value_text("peak_bytes", 2_000_000_000) == "1.86 GiB"
+    assert [value_text("x", value) for value in (True, None, math.nan, 2e-4, [1, 2], {"a": [1]})] == [
+        *("true", "none", "n/a", "0.0002", "1, 2"),
+        '{"a": [1]}',
+    ]
+    assert plain({1: np.float32(0.5), "a": (np.int64(3), math.inf), "b": {2, 1}}) == {
+        "1": 0.5, "a": [3, None], "b": [1, 2]
+    }  # fmt: skip
+
+
+def test_clipping_ends_at_a_word_and_says_so() -> None:
+    assert clip("short", 10) == clip("short", 5)
+    assert clip("short", 10).full is None
+    parts = clip("one two three four five", 15)
+    assert (parts.short, parts.full) == ("one two three…", "one two three four five")
+    assert clip("x" * 20, 15).short == "x" * 15 + "…"

@@ -1,7 +1,5 @@
 """Models by their size, planned for one device, or for devices that nobody here has."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

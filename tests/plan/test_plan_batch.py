@@ -1,10 +1,7 @@
 """The batch, accumulation, the learning rate, steps and data workers, each with its arithmetic."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from plan_cases import DATA, model, plan_here, planned, reason
@@ -13,10 +10,8 @@ from vembed.config.load import load_config
 from vembed.config.schema import Config
 from vembed.plan.batch import LEAST_STEPS, MOST_QUERIES, ROW_BYTES, plan_batch, plan_loading, step_batches
 from vembed.plan.devices import Machine, parse_devices
+from vembed.plan.plan import Plan
 from vembed.plan.problem import DataSize
-
-if TYPE_CHECKING:
-    from vembed.plan.plan import Plan
 
 # Queries --------------------------------------------------------------------------------------------------------------
 
@@ -141,8 +136,7 @@ def test_one_process_takes_the_whole_batch_and_the_global_batch_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "steps"),
-    [([], 16), (["epochs=3"], 48), (["epochs=3", "max_steps=5"], 5), (["max_steps=500"], 500)],
+    ("overrides", "steps"), [([], 16), (["epochs=3"], 48), (["epochs=3", "max_steps=5"], 5), (["max_steps=500"], 500)]
 )
 def test_steps_are_epochs_unless_max_steps_says_otherwise(overrides: list[str], steps: int) -> None:
     assert plan_here(*overrides).steps.total == steps

@@ -1,12 +1,9 @@
 """Encoder calls: their rows and tokens in training and evaluation, and the graphs that are kept."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from plan_cases import CPU, DATA, GPU, MINILM, RECORDS, formula, model, plan_here, planned, reason
@@ -20,13 +17,11 @@ from vembed.plan.chunks import (
     MOST_CHUNK_ROWS,
     call_tokens,
 )
+from vembed.plan.cost import Candidate
 from vembed.plan.devices import GIB
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
+from vembed.plan.plan import Plan
 from vembed.plan.problem import BLAS_BYTES, CONTEXT_BYTES, reserve
-
-if TYPE_CHECKING:
-    from vembed.plan.cost import Candidate
-    from vembed.plan.plan import Plan
 
 # A call of training ---------------------------------------------------------------------------------------------------
 
@@ -41,22 +36,25 @@ def test_auto_chunks_fill_the_bytes_that_suit_the_device() -> None:
     assert "128.0 MiB of activations at 97.7 KiB a token" in text
 
 
-def test_a_chunk_holds_at_least_one_row_of_full_length_and_512_tokens() -> None:
-    heavy = 10**9
-    assert budget(plan_here(model=formula(activation_bytes_per_token=heavy)))[1] == LEAST_CHUNK_TOKENS
-    assert budget(plan_here(model=formula(activation_bytes_per_token=heavy, max_length=1024)))[1] == 1024
-    assert budget(plan_here(model=formula(activation_bytes_per_token=heavy, max_length=None)))[1] == LEAST_CHUNK_TOKENS
+HEAVY = 10**9
 
 
-def test_a_number_of_rows_is_not_cut_shorter_by_tokens() -> None:
-    assert budget(plan_here("gradient_cache_chunk_size=40")) == (40, 40 * 256)
-    without_limit = plan_here("gradient_cache_chunk_size=40", model=formula(max_length=None))
-    assert budget(without_limit) == (40, CPU_CHUNK_BYTES // 100_000)
-
-
-def test_given_tokens_stand_and_the_smaller_of_both_budgets_wins_later() -> None:
-    assert budget(plan_here("gradient_cache_chunk_tokens=99")) == (MOST_CHUNK_ROWS, 99)
-    assert budget(plan_here("gradient_cache_chunk_tokens=99", "gradient_cache_chunk_size=3")) == (3, 99)
+@pytest.mark.parametrize(
+    ("overrides", "model", "expected"),
+    [
+        ("", formula(activation_bytes_per_token=HEAVY), (MOST_CHUNK_ROWS, LEAST_CHUNK_TOKENS)),
+        ("", formula(activation_bytes_per_token=HEAVY, max_length=1024), (MOST_CHUNK_ROWS, 1024)),
+        ("", formula(activation_bytes_per_token=HEAVY, max_length=None), (MOST_CHUNK_ROWS, LEAST_CHUNK_TOKENS)),
+        ("gradient_cache_chunk_size=40", MINILM, (40, 40 * 256)),
+        ("gradient_cache_chunk_size=40", formula(max_length=None), (40, CPU_CHUNK_BYTES // 100_000)),
+        ("gradient_cache_chunk_tokens=99", MINILM, (MOST_CHUNK_ROWS, 99)),
+        ("gradient_cache_chunk_tokens=99 gradient_cache_chunk_size=3", MINILM, (3, 99)),
+    ],
+)
+def test_a_chunk_holds_a_whole_row_and_what_the_user_gives(
+    overrides: str, model: ModelSize, expected: tuple[int, int]
+) -> None:
+    assert budget(plan_here(*overrides.split(), model=model)) == expected
 
 
 # Kept graphs ----------------------------------------------------------------------------------------------------------
@@ -225,14 +223,9 @@ def plan_of(name: str, card: str, *overrides: str, pairs: int = 8192) -> Plan:
 @pytest.mark.parametrize(
     ("name", "card", "rows", "milliseconds"),
     [
-        ("Qwen3-0.6B", "H200", 23, 11),
-        ("Qwen3-0.6B", "H100-80GB", 13, 6),
-        ("Qwen3-0.6B", "RTX4090-24GB", 2, 7),
-        ("BERT-base", "H200", 152, 15),
-        ("BERT-base", "H100-80GB", 84, 8),
-        ("BERT-base", "RTX4090-24GB", 23, 14),
-        ("CLIP B/32", "H200", 860, 12),
-        ("CLIP B/32", "H100-80GB", 478, 7),
+        *[("Qwen3-0.6B", "H200", 23, 11), ("Qwen3-0.6B", "H100-80GB", 13, 6), ("Qwen3-0.6B", "RTX4090-24GB", 2, 7)],
+        *[("BERT-base", "H200", 152, 15), ("BERT-base", "H100-80GB", 84, 8), ("BERT-base", "RTX4090-24GB", 23, 14)],
+        *[("CLIP B/32", "H200", 860, 12), ("CLIP B/32", "H100-80GB", 478, 7)],
         ("CLIP B/32", "RTX4090-24GB", 126, 10),
     ],
 )

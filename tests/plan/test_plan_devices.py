@@ -1,9 +1,7 @@
 """Devices that a plan is made for, what their names mean; and what this machine gives one process."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,24 +18,16 @@ from vembed.plan.devices import (
     parse_devices,
 )
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 # Names and figures ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "nodes", "count", "name", "gib"),
     [
-        ("8xH100-80GB", 1, 8, "H100", 80),
-        ("8xh100-80gb", 1, 8, "h100", 80),
-        ("4x24GB", 1, 4, "device of 24 GB", 24),
-        ("2x8xA100-40GB", 2, 16, "A100", 40),
-        ("1xT4", 1, 1, "T4", 16),
-        ("4xH200", 1, 4, "H200", 141),
-        ("2xRTX4090", 1, 2, "RTX4090", 24),
-        ("2xRTX 4090-24GB", 1, 2, "RTX 4090", 24),
-        ("1xSomething-12.5GiB", 1, 1, "Something", 12.5),
+        *[("8xH100-80GB", 1, 8, "H100", 80), ("8xh100-80gb", 1, 8, "h100", 80)],
+        *[("4x24GB", 1, 4, "device of 24 GB", 24), ("2x8xA100-40GB", 2, 16, "A100", 40), ("1xT4", 1, 1, "T4", 16)],
+        *[("4xH200", 1, 4, "H200", 141), ("2xRTX4090", 1, 2, "RTX4090", 24)],
+        *[("2xRTX 4090-24GB", 1, 2, "RTX 4090", 24), ("1xSomething-12.5GiB", 1, 1, "Something", 12.5)],
     ],
 )
 def test_a_text_says_how_many_of_what(text: str, nodes: int, count: int, name: str, gib: float) -> None:

@@ -39,6 +39,9 @@ ROWS = [(section, *row) for section in SECTIONS for row in rows_of(section)]
 @pytest.mark.parametrize(("section", "theirs", "ours"), ROWS, ids=[f"{row[0]}: {row[1]}" for row in ROWS])
 def test_the_right_hand_side_is_a_valid_configuration(section: str, theirs: str, ours: str, tmp_path: Path) -> None:
     keys = [code for code in codes(ours) if ": " in code]
+    if ours == "the same names":
+        assert [code for code in codes(theirs) if plain_name(code) not in key_schemas()] == []
+        return
     if not keys:
         named = [code for code in codes(ours) if re.fullmatch(r"[a-z_]+", code)]
         assert all(code in key_schemas() for code in named)

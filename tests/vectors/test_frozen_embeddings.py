@@ -23,7 +23,6 @@ from vembed.data.sampler import GlobalSampler
 from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import is_shared
-from vembed.errors import NonFiniteError
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.passes import Passes, RngState
@@ -34,20 +33,24 @@ from vembed.plan.problem import Way
 from vembed.training.batches import BatchSource
 from vembed.training.run import run_from_config
 from vembed.vectors import frozen
-from vembed.vectors import store as vector_store
 from vembed.vectors.encode import ItemEncoder
 from vembed.vectors.frozen import FrozenItems, find_frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kit.ranks import RankPool
 
     from vembed.data.table import RecordTable
 
+
 CPU = torch.device("cpu")
+
+
 NUM_ROWS, NUM_PICTURES, BATCH = 8, 6, 4
+
+
 STEPS = 2 * NUM_ROWS // BATCH
+
+
 BUDGET = ChunkBudget(3, 10**6)
 
 
@@ -114,14 +117,24 @@ def encode_with(encoder: TinyClip, ranks: Ranks | None = None) -> ItemEncoder:
 
 
 def train(
-    site: Site, encoder: TinyClip, found: FrozenItems | None, *, last: int = STEPS, first: int = 0
+    site: Site,
+    encoder: TinyClip,
+    found: FrozenItems | None,
+    *,
+    first: int = 0,
+    last: int = STEPS,
+    ranks: Ranks | None = None,
 ) -> list[float]:
     """Train two epochs by plain gradient descent, and return the losses."""
-    stored = None if found is None else found.stored(encode_with(encoder))
-    sampler = GlobalSampler(len(site.records), batch_size=BATCH, seed=3)
-    source = BatchSource(site.records, sampler, encoder, CPU, Augmenter("none", flip=False, seed=0), stored=stored)
+    ranks = ranks or Ranks()
+    stored = None if found is None else found.stored(encode_with(encoder, ranks))
+    source = BatchSource(
+        site.records, GlobalSampler(len(site.records), batch_size=BATCH, seed=3), encoder, CPU,
+        Augmenter("none", flip=False, seed=0), rank=ranks.rank, world_size=ranks.world_size, stored=stored,
+    )  # fmt: skip
     trainable = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
-    engine = GradCacheEngine(InfoNCE(temperature=0.2, bidirectional=True), EngineOptions(BUDGET, CPU), trainable)
+    loss = InfoNCE(temperature=0.2, bidirectional=True)
+    engine = GradCacheEngine(loss, EngineOptions(BUDGET, CPU, ranks=ranks), trainable)
     losses = []
     for step in range(first, last):
         batch = source.batch(step)
@@ -214,57 +227,15 @@ def test_a_set_that_has_grown_pays_for_its_new_items_alone(site: Site) -> None:
     assert np.array_equal(whole, only_table(site.find(encoder, site.folder / "other"), encoder))
 
 
-def test_a_killed_run_goes_on_behind_its_last_block(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector_store, "BLOCK_ROWS", 2)
-    encoder = new_encoder()
-    good, found = only_table(site.find(encoder, site.folder / "whole"), encoder), site.find(encoder)
-    stream = ItemEncoder.stream
-
-    def dies(self: ItemEncoder, *arguments: Any) -> Iterator[Any]:
-        for number, encoded in enumerate(stream(self, *arguments)):
-            if number == 2:
-                raise KeyboardInterrupt
-            yield encoded
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ItemEncoder, "stream", dies)
-        with pytest.raises(KeyboardInterrupt):
-            found.stored(encode_with(encoder))
-    watched = Watched(encoder)
-    assert np.array_equal(only_table(found, encoder), good)
-    assert watched.rows["pictures"] == NUM_PICTURES - 2 * 2
-    [side] = found.sides
-    assert len((side.store.path(side.items.items) / "blocks.jsonl").read_text().splitlines()) == 1 + 3
-
-
-@pytest.mark.parametrize("damage", ["cut", "changed", "record"])
-def test_a_damaged_file_is_noticed_and_made_again(site: Site, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    encoder = new_encoder()
-    found = site.find(encoder)
-    good = only_table(found, encoder)
-    folder = found.sides[0].store.path(found.sides[0].items.items)
-    vectors, blocks = folder / "vectors.npy", folder / "blocks.jsonl"
-    content = vectors.read_bytes()
-    if damage == "cut":
-        vectors.write_bytes(content[:-8])
-    elif damage == "changed":
-        vectors.write_bytes(content[:-1] + bytes([content[-1] ^ 64]))
-    else:
-        blocks.write_text(blocks.read_text()[:40])
-    watched = Watched(encoder)
-    with caplog.at_level("INFO", "vembed"):
-        assert np.array_equal(only_table(found, encoder), good)
-    assert watched.rows["pictures"] == NUM_PICTURES
-    assert "again (" in caplog.text
-    assert [path.name for path in site.folder.iterdir() if path.name.startswith(".")] == []
-
-
-def test_the_plan_says_what_is_kept_and_how_large_it_is(site: Site) -> None:
+def test_the_plan_says_what_is_kept_and_a_full_disk_does_without(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     found = site.find(new_encoder())
     [note] = found.notes
     assert f"{NUM_PICTURES} pictures (document)" in note
     assert f"{NUM_PICTURES * 8 * 4} bytes" in note
     assert only_table(found, new_encoder()).nbytes == NUM_PICTURES * 8 * 4
+    monkeypatch.setattr(frozen, "FREE_SHARE", 1e18)
+    full = site.find(new_encoder(), site.folder / "full")
+    assert (full.sides, len(full.notes)) == ((), 1)
 
 
 class NoisyVision(TinyClip):
@@ -304,74 +275,30 @@ def test_nothing_is_kept_of_towers_that_train_and_a_folder_for_it_is_said_to_be_
     assert "float64" in site.find(in_double, is_shared=True).notes[0]
 
 
-def test_an_encoder_without_its_weights_is_refused(site: Site) -> None:
-    with pytest.raises(ValueError, match="once the encoder has its weights"):
+def test_looking_needs_the_weights_and_leaves_mode_and_random_state_alone(site: Site) -> None:
+    with pytest.raises(ValueError, match="weights"):
         site.find(new_encoder().to("meta"))
-    assert site.find(new_encoder()).sides
-
-
-def test_looking_leaves_mode_and_random_state_alone(site: Site) -> None:
     encoder = new_encoder().eval()
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    site.find(encoder)
+    assert site.find(encoder).sides
     assert torch.equal(before, torch.get_rng_state())
     assert not encoder.training
 
 
-def test_a_full_disk_is_told_before_training_and_auto_does_without(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen, "FREE_SHARE", 1e18)
-    found = site.find(new_encoder())
-    assert found.sides == ()
-    assert "not used" in found.notes[0]
-
-
-def test_embeddings_that_are_not_numbers_are_refused_and_nothing_is_kept(site: Site) -> None:
-    encoder = new_encoder()
-    found = site.find(encoder)
-    with torch.no_grad():
-        next(encoder.vision.parameters()).fill_(torch.nan)
-    with pytest.raises(NonFiniteError):
-        found.stored(encode_with(encoder))
-    assert not found.sides[0].store.num_bytes
-
-
-def on_rank(rank: int, folder: str) -> tuple[list[float], dict[str, int]]:
+def on_rank(rank: int, folder: str) -> tuple[list[float], int]:
     site = Site(read(f"{folder}/rows.jsonl", "train").records().table, Path(folder) / "kept")
-    encoder, ranks = new_encoder(), Ranks.of_this_process()
-    found = site.find(encoder)
-    watched = Watched(encoder)
-    stored = found.stored(encode_with(encoder, ranks))
-    sampler = GlobalSampler(len(site.records), batch_size=BATCH, seed=3)
-    augmenter = Augmenter("none", flip=False, seed=0)
-    source = BatchSource(
-        site.records, sampler, encoder, CPU, augmenter, rank=rank, world_size=ranks.world_size, stored=stored
-    )
-    trainable = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
-    engine = GradCacheEngine(InfoNCE(temperature=0.2), EngineOptions(BUDGET, CPU, ranks=ranks), trainable)
-    losses = []
-    for step in range(STEPS):
-        batch = source.batch(step)
-        losses.append(engine.step(batch.pools, batch.structure, assignment=batch.assignment).loss)
-    return losses, dict(watched.rows)
+    encoder = new_encoder()
+    found, watched = site.find(encoder), Watched(encoder)
+    return train(site, encoder, found, ranks=Ranks.of_this_process()), watched.rows["pictures"]
 
 
 def test_ranks_share_the_encoding_and_read_one_file(two_ranks: RankPool, site: Site, tmp_path: Path) -> None:
-    first, second = two_ranks.run(on_rank, str(tmp_path))
-    assert first[0] == pytest.approx(second[0])
-    assert (first[1]["pictures"], second[1]["pictures"]) == (3, 3)
-    again = two_ranks.run(on_rank, str(tmp_path))
-    assert [losses for losses, _ in again] == [first[0], second[0]]
-    assert all("pictures" not in rows for _, rows in again)
-    encoder = new_encoder()
-    alone = GradCacheEngine(InfoNCE(temperature=0.2), EngineOptions(BUDGET, CPU))
-    sampler = GlobalSampler(len(site.records), batch_size=BATCH, seed=3)
-    source = BatchSource(site.records, sampler, encoder, CPU, Augmenter("none", flip=False, seed=0))
-    for step, loss in enumerate(first[0]):
-        batch = source.batch(step)
-        assert alone.step(batch.pools, batch.structure, assignment=batch.assignment).loss == pytest.approx(
-            loss, rel=1e-5
-        )
+    alone = train(site, new_encoder(), None)
+    for num_pictures in (NUM_PICTURES // 2, 0):  # the second time they read what the first one wrote
+        for losses, encoded in two_ranks.run(on_rank, str(tmp_path)):
+            assert losses == pytest.approx(alone, rel=1e-5)
+            assert encoded == num_pictures
 
 
 class MixedVision(TinyClip):

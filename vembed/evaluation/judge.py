@@ -20,6 +20,7 @@ Information Retrieval (SIGIR 2019), for retrieval metrics.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -162,6 +163,8 @@ def decimals_shown(word: VerdictWord, comparison: Comparison, *, most: int = FLO
 
 
 def _signed(value: float, decimals: int) -> str:
+    if not math.isfinite(value):
+        return "n/a"
     return f"{round(value, decimals) + 0.0:+.{decimals}f}"  # adding 0.0 makes the -0.0 that rounding leaves +0.0
 
 

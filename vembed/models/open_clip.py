@@ -138,7 +138,7 @@ class OpenClipEncoder(TwoTowers):
     """
 
     about = About(
-        models="All of open_clip, EVA-CLIP among them",
+        models="open_clip models, with EVA-CLIP",
         decides="open_clip:NAME, or a folder of its own",
         pooling="each tower's own",
         prompts="none",

@@ -426,7 +426,7 @@ def plan_compiling(problem: PlanningProblem, chosen: Candidate, *, num_batches: 
     is_proven = any(name in problem.machine.device_name for name in PROVEN_ON)
     if compiles and asked == "auto" and not is_proven:
         note = (
-            f"compile: off, as compiled layers aren't proven on {problem.machine.device_name} yet (docs/gpu.md); "
+            f"compile: off, as compiled layers aren't proven on {problem.machine.device_name} yet (docs/devices.md); "
             f"compile: true takes about {taken:,} s and may save about {saved:,.0f} s"
         )
         return False, (note,)

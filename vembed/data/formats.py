@@ -308,6 +308,7 @@ def table_form(path: Path) -> TableForm:
             per_line = [line.count(delimiter) for line in filled]
             if per_line[0] > 0 and per_line.count(per_line[0]) > len(per_line) / 2:
                 fitting.append(delimiter)
+    # Where none fits, that of the suffix: each row will say how many cells it lacks.
     if expected in fitting or (expected is not None and not fitting):
         delimiter = expected
     elif len(fitting) > 1:
@@ -347,7 +348,7 @@ def table_rows(path: Path, form: TableForm | None = None) -> Iterator[RawRow]:
             except StopIteration:
                 break
             except csv.Error as error:
-                if source.ended:
+                if source.ended:  # inside quotes
                     raise DataError(
                         f"{path.name}:{begin}: bad quoting: the quote that opens here is never closed"
                     ) from error

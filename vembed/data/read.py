@@ -329,7 +329,7 @@ class DataSource:
             return self._load_builtin(problems)
         if self.kind == "beir":
             return self._load_beir(problems)
-        split, dataset = hub_split(self)
+        split, dataset = hub_split(self)  # all that is left
         name = f"{self.path}/{split}"
         loader = _Loader(self, problems=problems)
         loader.checker.begin_file(name, self.images(None))
@@ -458,7 +458,7 @@ class _SourceChecker:
         reason = fault.reason
         if fault.missing:
             self._num_missing[fault.column] += 1
-            if fault.reason:
+            if fault.reason:  # the column is one that the loss asks for
                 self._first_lacks.setdefault(fault.column, _FirstLack(where, fault.reason))
             # `columns.missing` searches for similar names: too slow for every row. The first row gets the words; if all
             # rows lack the column, `_check_missing` says so once.
@@ -488,7 +488,7 @@ class _SourceChecker:
 
         Args:
             name: The source, for the error.
-            num_kept: Rows that may be trained on.
+            num_kept: Valid rows, of which the table is made.
         """
         # From the most general cause to the most special: nothing there, a misspelt mapping, a column that all lack,
         # unclear labels, too many bad rows, none left.
@@ -652,8 +652,7 @@ def describe(path: str, loaded: LoadedRecords, *, parts: Mapping[str, int] | Non
         parts: How many of the loaded rows aren't trained on, by what they are for; None says nothing of it.
     """
     table = loaded.table
-    counts = plural(len(table), "row")
-    facts = [f"{counts} of {cut(path, 200)}"]
+    facts = [f"{plural(len(table), 'row')} of {cut(path, 200)}"]
     if parts:
         uses = {"train": len(table) - sum(parts.values()), **parts}
         facts[0] += f": {', '.join(f'{count:,} {use}' for use, count in uses.items())}"

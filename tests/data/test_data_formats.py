@@ -294,6 +294,13 @@ def test_a_format_named_like_jsonl_is_read_by_its_plugin_in_every_way(registered
     assert [*source.judged().queries.values()] == expected
 
 
+def test_a_cell_of_parquet_without_a_python_value_is_told_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    assert TestParquet().write_unreadable(path, pairs(), 3)
+    with pytest.raises(DataError, match=r"rows\.parquet:3: positive: a value of type string invalid UTF-8"):
+        read(str(path), "train").records()
+
+
 def test_rows_that_are_kept_follow_from_the_code_that_read_them(
     recipe: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,7 +191,7 @@ class ProblemLog:
         first = known.first if len(known.first) >= MAX_PLACES else [*known.first, (where, reason)]
         self.kinds[name] = Kind(known.size + 1, first, is_same)
 
-    def check(self, source: str, num_rows: int | None = None) -> None:
+    def refuse_over_budget(self, source: str, num_rows: int | None = None) -> None:
         """Refuse the source when its invalid rows are over the budget.
 
         Args:
@@ -527,7 +527,7 @@ class UnclearLabels:
         if len(self._numbers) < 6:
             self._numbers.add(number)
 
-    def check(self) -> None:
+    def refuse_any(self) -> None:
         """Refuse the source when there are any.
 
         Raises:

@@ -497,8 +497,8 @@ class _SourceChecker:
         # One mapping serves all sets: a column that training drops need not stand in the others.
         self.columns.check_mapping(name, trains=self._source.role == "train")
         self._check_missing(name)
-        self._unclear.check()
-        self.log.check(name, self.num_rows)
+        self._unclear.refuse_any()
+        self.log.refuse_over_budget(name, self.num_rows)
         if not num_kept:
             raise DataError(f"all {plural(self.num_rows, 'row')} of {name} are invalid: {self.log.notes()[0]}")
 

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from kit.recipes import write_recipe
 from kit.warm import run_warm
 
 if TYPE_CHECKING:
     import subprocess
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def write_recipe(folder: Path, name: str) -> None:
-    """Write the code block of the page that begins with the comment `# NAME.py` to that file."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.DOTALL)
-    (code,) = [block for block in blocks if block.startswith(f"# {name}.py\n")]
-    (folder / f"{name}.py").write_text(code)
+    from pathlib import Path
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_every_command_is_one_that_the_program_takes(document: Path) -> None:
             load_config(ROOT / options.path, options.config_override)
         elif words[0] == "vembed":
             assert words[1] in COMMANDS
-            module = importlib.import_module(f"vembed.entrypoints.{words[1]}")
+            module = importlib.import_module(COMMANDS.load(words[1]).__module__)
             if words[1] == "data":
                 action, given = parse_action("", module.ACTIONS, words[2:], program="vembed data")
                 check(module.ACTIONS[action][0], given)

@@ -21,14 +21,18 @@ if TYPE_CHECKING:
     from vembed.data.builtin import register_dataset
     from vembed.data.formats import register_format
     from vembed.entrypoints.command import register_command
+    from vembed.entrypoints.options import register_options
     from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError, VembedError
     from vembed.evaluation.metrics import register_metric
+    from vembed.evaluation.report import register_section
     from vembed.losses.registry import register_loss
+    from vembed.models.export_formats import register_export
     from vembed.models.load import register_encoder
     from vembed.models.vision_language_families import register_family
     from vembed.training.callbacks import EndEvent, EvaluationEvent, LearningRate, SaveEvent, StepEvent, Stop
     from vembed.training.trackers import register_tracker
     from vembed.workflows.comparison.compare import RunComparison
+    from vembed.workflows.search.output import register_index_format
 
 __version__ = "0.1.0"
 
@@ -64,10 +68,14 @@ __all__ = [
     "register_command",
     "register_dataset",
     "register_encoder",
+    "register_export",
     "register_family",
     "register_format",
+    "register_index_format",
     "register_loss",
     "register_metric",
+    "register_options",
+    "register_section",
     "register_tracker",
     "train",
 ]
@@ -80,6 +88,7 @@ _MODULES = {
     ),
     "vembed.api.training": ("RunResult", "Trainer", "compare", "train"),
     "vembed.workflows.comparison.compare": ("RunComparison",),
+    "vembed.workflows.search.output": ("register_index_format",),
     "vembed.config.schema": ("Config",),
     "vembed.errors": (
         *("ConfigError", "DataError", "MachineError", "NonFiniteError", "PreemptedError", "VembedError"),
@@ -87,8 +96,11 @@ _MODULES = {
     "vembed.data.builtin": ("register_dataset",),
     "vembed.data.formats": ("register_format",),
     "vembed.entrypoints.command": ("register_command",),
+    "vembed.entrypoints.options": ("register_options",),
     "vembed.evaluation.metrics": ("register_metric",),
+    "vembed.evaluation.report": ("register_section",),
     "vembed.losses.registry": ("register_loss",),
+    "vembed.models.export_formats": ("register_export",),
     "vembed.models.load": ("register_encoder",),
     "vembed.models.vision_language_families": ("register_family",),
     "vembed.training.callbacks": (*("EndEvent", "EvaluationEvent", "LearningRate", "SaveEvent", "StepEvent", "Stop"),),

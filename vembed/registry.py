@@ -138,14 +138,27 @@ METRICS = Registry(
 )
 """What stands before the @ of a metric's name."""
 
+SECTIONS = Registry("report section", {})
+"""Sections that plugins add to the report of a run (vembed/evaluation/report); our own stand in its `build_page`."""
+
 COMMANDS = Registry(
     "command",
     {
-        name: f"vembed.entrypoints.{name}:main"
-        for name in (
-            *("init", "explain", "train", "plan", "evaluate", "compare", "mine", "merge", "encode", "search", "doctor"),
-            *("export", "push", "data", "sweep"),
-        )
+        "init": "vembed.entrypoints.init:main",
+        "explain": "vembed.entrypoints.explain:main",
+        "train": "vembed.entrypoints.train:main",
+        "plan": "vembed.entrypoints.plan:main",
+        "evaluate": "vembed.entrypoints.evaluate:main",
+        "compare": "vembed.entrypoints.compare:main",
+        "mine": "vembed.entrypoints.mine:main",
+        "merge": "vembed.plugins.merge.command:main",
+        "encode": "vembed.entrypoints.encode:main",
+        "search": "vembed.entrypoints.search:main",
+        "doctor": "vembed.entrypoints.doctor:main",
+        "export": "vembed.entrypoints.export:main",
+        "push": "vembed.plugins.push.command:main",
+        "data": "vembed.entrypoints.data:main",
+        "sweep": "vembed.entrypoints.sweep:main",
     },
 )
 """`vembed NAME`; the first line of a function's docstring is what the list of commands says."""
@@ -228,6 +241,32 @@ FORMATS = Registry(
     | {suffix: f"vembed.data.formats:{suffix.upper()}" for suffix in ("parquet", "arrow", "tar")},
 )
 """Suffix of a file of rows, without its first dot -> a `RowFormat` (vembed/data/formats.py)."""
+
+
+EXPORTS = Registry("export format", {"onnx": "vembed.plugins.onnx:ONNX"})
+"""`vembed export --format NAME`, beside the forms of our own -> an `ExportFormat` (vembed/models/export_formats.py)."""
+
+INDEX_FORMATS = Registry(
+    "index format",
+    {"parquet": "vembed.workflows.search.output:PARQUET", "lancedb": "vembed.plugins.lancedb:LANCEDB"},
+)
+"""`vembed encode --format NAME`, beside our own `index` -> an `IndexFormat` (vembed/workflows/search/output.py)."""
+
+OPTIONS = Registry(
+    "options",
+    {"export.onnx": "vembed.plugins.onnx:OnnxOptions", "evaluate.mteb": "vembed.plugins.mteb.command:MtebOptions"},
+)
+"""COMMAND.NAME -> the `AddedOptions` of a plugin, which stand in the command's help (vembed/entrypoints/options.py)."""
+
+ADAPTERS = Registry(
+    "adapter",
+    {
+        "mteb": "vembed.plugins.mteb.model:MtebModel",
+        "push": "vembed.plugins.push.push:push_model",
+        "ray": "vembed.plugins.ray:encode_with_ray",
+    },
+)
+"""Parts of our Python functions that load a plugin when somebody uses them: no import of ours leads up to one."""
 
 
 def import_plugins(names: object) -> None:
@@ -331,6 +370,7 @@ def import_extra(module: str, extra: str, what: str) -> Any:
     """Import a module of an extra.
 
     Args:
+        extra: The extra of vembed that brings it; "" where the package has no extra.
         what: What needs it, for the message: "--mteb".
 
     Raises:
@@ -339,9 +379,9 @@ def import_extra(module: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            f'{what} needs {module.partition(".")[0]}, which is missing: pip install "vembed[{extra}]"'
-        ) from error
+        package = module.partition(".")[0]
+        source = f'"vembed[{extra}]"' if extra else package
+        raise ConfigError(f"{what} needs {package}, which is missing: pip install {source}") from error
 
 
 @contextmanager

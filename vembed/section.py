@@ -22,12 +22,15 @@ arguments of `vembed.train`, and the options of a command. A section imports nei
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+if TYPE_CHECKING:
+    from vembed.registry import Registry
 
 Auto = Literal["auto"]
 """The plan decides."""
@@ -101,6 +104,11 @@ class Registered:
         if not self.fits(value):
             raise PydanticCustomError("not_registered", "no such name")
         return value
+
+
+def names_of(registry: "Registry", *ours: str) -> Registered:
+    """Return the mark of a key or an option that takes a name of a registry, or one of ours that stands in none."""
+    return Registered(lambda value: value in ours or value in registry, lambda: {"enum": [*ours, *registry.names()]})
 
 
 @dataclass(frozen=True, slots=True)

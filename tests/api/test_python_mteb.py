@@ -13,7 +13,7 @@ import pytest
 import vembed
 from vembed.entrypoints.evaluate import main
 from vembed.errors import ConfigError
-from vembed.evaluation.mteb import find_tasks
+from vembed.plugins.mteb.model import MtebModel, find_tasks
 
 NEEDS_MTEB = "the extra mteb isn't installed: pip install 'vembed[mteb]'"
 WORDS = ("apple", "train", "list", "river", "lamp", "noon", "pie", "green", "sort", "tree", "fox", "leaves")
@@ -87,7 +87,7 @@ def test_the_revision_tells_models_apart_by_what_their_files_say(
     transformer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "vembed.evaluation.mteb.import_extra", lambda *words: SimpleNamespace(ModelMeta=SimpleNamespace)
+        "vembed.plugins.mteb.model.import_extra", lambda *words: SimpleNamespace(ModelMeta=SimpleNamespace)
     )
     shutil.copytree(transformer, tmp_path / "moved")
     shutil.copytree(transformer, tmp_path / "other")
@@ -171,3 +171,15 @@ def test_a_missing_extra_and_options_without_effect_are_refused(
     monkeypatch.setitem(sys.modules, "mteb", None)
     with pytest.raises(ConfigError, match=r'--mteb needs mteb, which is missing: pip install "vembed\[mteb\]"'):
         find_tasks(["NanoBEIR"])
+
+
+def test_batches_of_mteb_are_encoded_as_rows_of_a_side(transformer: Path) -> None:
+    model = vembed.load(transformer, query_prompt="say: ")
+    batches = [{"text": ["apple", "noon"]}, {"text": ["a green lamp"]}]
+    keywords = {"task_metadata": object(), "hf_split": "test", "hf_subset": "default", "batch_size": 2}
+    for prompt_type, side in (("document", "document"), ("query", "query"), (None, "query")):
+        expected = model.encode(["apple", "noon", "a green lamp"], side)
+        for taken in (model, MtebModel(model)):
+            vectors = taken.encode(iter(batches), prompt_type=prompt_type, **keywords)  # type: ignore[call-overload]
+            np.testing.assert_allclose(vectors, expected, atol=1e-6)
+    assert MtebModel(model).encode([], **keywords).shape == (0, model.dimension)

@@ -9,7 +9,7 @@ from kit.runs import Outcome, Site, make_site, run_process, write_config
 from search_cases import Done, Page, start_page, write_corpus
 
 import vembed
-from vembed.entrypoints import encode, merge, mine, search
+from vembed.registry import COMMANDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,10 +41,9 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
     """Call a command in this process: call("encode", MODEL, ...)."""
 
     def run(command: str, *words: object) -> Done:
-        module = {"encode": encode, "merge": merge, "mine": mine, "search": search}[command]
         capsys.readouterr()
         try:
-            code = module.main([str(word) for word in words], program=f"vembed {command}")
+            code = COMMANDS.load(command)([str(word) for word in words], program=f"vembed {command}")
         except SystemExit as error:  # argparse
             code = int(error.code or 0)
         return Done(code, *capsys.readouterr())

@@ -13,7 +13,7 @@ from search_cases import Done
 from vembed.config.messages import key_schemas
 from vembed.distributed.lock import hold_output
 from vembed.entrypoints import data
-from vembed.entrypoints.options import Options, check
+from vembed.entrypoints.options import EXTENSIBLE, Options, added_options, check
 from vembed.errors import ConfigError
 from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.registry import COMMANDS
@@ -106,7 +106,7 @@ def contents(path: Path) -> dict[str, bytes]:
 def sections() -> list[type[Options]]:
     import importlib
 
-    modules = [importlib.import_module(f"vembed.entrypoints.{name}") for name in NAMES if name != "data"]
+    modules = [importlib.import_module(COMMANDS.load(name).__module__) for name in NAMES if name != "data"]
     return [*(module.OPTIONS for module in modules), *(options for options, _ in data.ACTIONS.values())]
 
 
@@ -118,11 +118,12 @@ class CommandContract:
         text = "\n".join(GOLDEN[f"help of {name}"]["out"])
         assert GOLDEN[f"help of {name}"]["code"] == 0
         for options in sections():
-            if options.__module__ == f"vembed.entrypoints.{name}" and name != "data":
-                for field, info in options.fields_in_order().items():
-                    flags = facts_of(info).get("flags")
-                    named = [f"--{flag}" for flag in flags] if flags else [options.name_of(field)]
-                    assert all(word in text for word in named), field
+            if options.__module__ == COMMANDS.load(name).__module__ and name != "data":
+                for part in (options, *added_options(options).values()):
+                    for field, info in part.fields_in_order().items():
+                        flags = facts_of(info).get("flags")
+                        named = [f"--{flag}" for flag in flags] if flags else [part.name_of(field)]
+                        assert all(word in text for word in named), field
 
     @pytest.mark.parametrize("name", NAMES)
     def test_an_unknown_option_ends_with_the_usage(self, name: str, call: Callable[..., Done], place: Path) -> None:
@@ -217,3 +218,7 @@ def test_an_option_that_is_a_key_is_told_how_to_be_written(call: Callable[..., D
         done = call(name, "a.yaml", "--learning-rate", "1", *(("--try", "seed=1") if name == "sweep" else ()))
         assert "write --config_override learning_rate=VALUE" in done.err
     assert "learning_rate" in key_schemas()
+
+
+def test_the_commands_that_take_options_of_plugins_are_those_that_say_so() -> None:
+    assert sorted(options.command for options in sections() if options.command) == sorted(EXTENSIBLE)

@@ -21,7 +21,7 @@ from vembed.errors import PreemptedError
 from vembed.vectors import store
 from vembed.workflows.search import build
 from vembed.workflows.search.build import CorpusItems
-from vembed.workflows.search.tables import is_table
+from vembed.workflows.search.output import table_format
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,7 +90,7 @@ def test_what_is_no_table_of_ours_is_refused(call: Any, bag: Path, many: Path, t
     table = pq.read_table(tmp_path / "v.parquet")
     pq.write_table(table.slice(0, 100), tmp_path / "v.parquet")
     assert "the table is cut or was changed" in call("search", tmp_path / "v.parquet", "x").err
-    assert not is_table(tmp_path)
+    assert table_format(tmp_path) is None
 
 
 @pytest.mark.parametrize("bits", ["int8", "binary"])

@@ -13,8 +13,9 @@ from search_cases import write_corpus
 
 import vembed
 from vembed.errors import ConfigError, DataError
+from vembed.plugins.ray import encode_with_ray
 from vembed.workflows.search.build import DocumentSpans, Written
-from vembed.workflows.search.ray_job import RayJob
+from vembed.workflows.search.output import PARQUET
 from vembed.workflows.search.tables import unpacked
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def test_two_workers_make_the_table_of_one_process(
     one, two = vembed.open_index(tmp_path / "one"), vembed.open_index(tmp_path / "two.parquet")
     assert [two.index.document(row) for row in range(2000)] == [one.index.document(row) for row in range(2000)]
     assert two.search(["apple trees", "noon"], 20) == one.search(["apple trees", "noon"], 20)
-    table = unpacked(tmp_path / "two.parquet")
+    table = unpacked(tmp_path / "two.parquet", PARQUET)
     ours, theirs = (np.load(folder / "vectors.npy") for folder in (tmp_path / "one", table))
     np.testing.assert_allclose(theirs, ours, atol=1e-6)
 
@@ -99,7 +100,7 @@ def test_a_worker_that_dies_is_started_again_and_an_error_is_told_as_ours(tmp_pa
         return encode
 
     spans = [(0, 14), (14, 29), (29, 45), (45, 65)]
-    found = RayJob(make=make, num_workers=2).stream(documents, spans, "document", lambda: None)
+    found = encode_with_ray(num_workers=2)(make, documents, spans, "document", lambda: None)
     assert [next(found).vectors.tolist() for _ in range(3)] == [[[1.0]], [[2.0]], [[3.0]]]
     with pytest.raises(DataError, match=r"^a row of ours$"):
         next(found)

@@ -13,7 +13,7 @@ from kit.runs import word_pairs, write_rows
 import vembed
 from vembed.api.model import load
 from vembed.models.tables import NgramBag, NgramBagConfig
-from vembed.workflows.merging import choose as choose_module
+from vembed.plugins.merge import choose as choose_module
 
 if TYPE_CHECKING:
     from pathlib import Path

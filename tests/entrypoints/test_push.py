@@ -17,8 +17,8 @@ from hub_cases import TOKEN, running_hub
 
 import vembed
 from vembed.entrypoints.export import main as export_main
-from vembed.entrypoints.push import main
 from vembed.errors import ConfigError
+from vembed.plugins.push.command import main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

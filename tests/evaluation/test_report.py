@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from kit.pages import HOSTILE, METRIC, STEPS, VALUES, assert_sound, page, result, sample, shape
 
+import vembed
 from vembed.batch import Image
 from vembed.data.judged import RetrievalData
 from vembed.errors import MachineError
@@ -34,6 +35,7 @@ from vembed.pages.html import render_html
 from vembed.pages.markdown import render_markdown
 from vembed.pages.terminal import render_terminal
 from vembed.pages.write import render_json, write_page
+from vembed.registry import Registry
 
 if TYPE_CHECKING:
     from vembed.evaluation.report.run_report import RunReport
@@ -462,17 +464,43 @@ def test_a_report_that_fails_leaves_the_older_one_and_no_half_file(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_a_section_of_a_plugin_that_fails_costs_no_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vembed.evaluation.report.SECTIONS", Registry("report section", {}))
+    before = [section.name for section in run_report.build_page(sample()).sections]
+
+    @vembed.register_section
+    def broken_section(report: object) -> None:
+        raise KeyError("no such number")
+
+    @vembed.register_section
+    def nothing(report: object) -> None:
+        return None
+
+    assert [section.name for section in run_report.build_page(sample()).sections] == before
+    assert "the report has no section broken-section: KeyError: 'no such number'" in caplog.text
+
+
 def test_a_section_is_one_function_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe of CONTRIBUTING.md, in a copy of the module: its code, and its line in `build_page`."""
     text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text("utf-8")
     (recipe,) = re.findall(r"```python\n(# length_section\.py\n.*?)```", text, re.DOTALL)
     assert "`length_section(report),`" in text
+    registered = Registry("report section", {})
+    with monkeypatch.context() as patch:
+        patch.setattr("vembed.evaluation.report.SECTIONS", registered)
+        exec(recipe, {"__name__": "length_section"})
+        by_plugin = [section.name for section in run_report.build_page(sample()).sections]
+        assert registered.plugins() == {"length-section": "length_section"}
+    assert by_plugin.index("lengths") == by_plugin.index("data") + 1
+    monkeypatch.setattr("vembed.evaluation.report.SECTIONS", Registry("report section", {}))
     source = inspect.getsource(run_report)
     neighbour = "        changes_section(report, numbers.gains),\n"
     assert source.count(neighbour) == 1
     copied = types.ModuleType("copied_run_report")
     monkeypatch.setitem(sys.modules, copied.__name__, copied)  # its dataclasses look their module up
-    exec(recipe, copied.__dict__)
+    exec(recipe.replace("@vembed.register_section\n", ""), copied.__dict__)
     exec(source.replace(neighbour, f"{neighbour}        length_section(report),\n"), copied.__dict__)
     built = copied.build_page(sample())
     assert [section.name for section in built.sections] == [*EVERY[:3], "lengths", *EVERY[3:]]

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from vembed.errors import ConfigError
 from vembed.models.tables import NgramBag, NgramBagConfig
-from vembed.workflows.merging.choose import grid, shown_weights
-from vembed.workflows.merging.weights import Mixture, mixed
+from vembed.plugins.merge.choose import grid, shown_weights
+from vembed.plugins.merge.weights import Mixture, mixed
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,13 +17,13 @@ from kit.text_models import TEXTS, edit_json, load, load_any, write_model
 import vembed
 from vembed.entrypoints.export import main
 from vembed.errors import ConfigError, MachineError
-from vembed.models import graph
 from vembed.models.export import Exported, ExportRequest, export_model
 from vembed.models.formats import Dense
-from vembed.models.graph import GRAPH, QUANTIZED, GraphRequest
 from vembed.models.keys import ModelKeys
 from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.text import TextEncoder
+from vembed.plugins import onnx as plugin
+from vembed.plugins.onnx import GRAPH, ONNX, QUANTIZED, OnnxOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,8 +40,9 @@ def export(source: Path, output: Path, **changes: Any) -> Exported:
     request = ExportRequest(
         keys=ModelKeys(model_name=str(source)),
         output=output,
-        form="sentence-transformers",
-        graphs=GraphRequest(**changes),
+        form=ONNX.form,
+        format=ONNX,
+        format_options=OnnxOptions(**changes),
     )
     return export_model(request, lambda encoder, form: {})
 
@@ -67,7 +68,7 @@ def vectors(encoder: TextEncoder, texts: tuple[str, ...]) -> NDArray[np.float32]
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "qwen3", "bidirectional gemma3", "t5"])
 def test_a_graph_gives_the_models_vectors_for_any_rows_and_tokens(tmp_path: Path, kind: str) -> None:
     done = export(write_model(tmp_path / "bare", kind), tmp_path / "out")
-    assert [(each.name, each.cosine > 0.999999, each.num_texts) for each in done.graphs] == [(GRAPH, True, 10)]
+    assert [(each.name, each.cosine > 0.999999, each.num_texts) for each in done.added] == [(GRAPH, True, 10)]
     encoder = load(tmp_path / "out")
     for texts in (MANY, MANY[:1], MANY[5:6], ("a", "b"), ("word " * 80,)):
         assert np.abs(run(tmp_path / "out" / GRAPH, encoder, texts) - vectors(encoder, texts)).max() <= 1e-5
@@ -85,7 +86,7 @@ def test_a_graph_holds_pooling_dense_layers_and_lengths_that_count(tmp_path: Pat
         dense=(Dense(64, 8, bias=True, activation=torch.nn.Tanh()),),
     ).save(tmp_path / "in")
     done = export(tmp_path / "in", tmp_path / "out")
-    assert done.graphs[0].num_texts == 20, "both sides have their own texts"
+    assert done.added[0].num_texts == 20, "both sides have their own texts"
     encoder = load(tmp_path / "out")
     found = run(tmp_path / "out" / GRAPH, encoder, MANY)
     assert np.abs(found - vectors(encoder, MANY)).max() <= 1e-5
@@ -96,11 +97,11 @@ def test_a_graph_holds_pooling_dense_layers_and_lengths_that_count(tmp_path: Pat
 def test_a_graph_below_the_bound_is_refused_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_model(tmp_path / "bare", "bert")
     done = export(source, tmp_path / "out", int8=True, allow_lower=True)
-    exact, small = done.graphs
+    exact, small = done.added
     assert small.name == QUANTIZED
     assert small.cosine < exact.cosine
     assert small.cosine > 0.9
-    monkeypatch.setattr(graph, "LEAST", (small.cosine + exact.cosine) / 2)
+    monkeypatch.setattr(plugin, "LEAST", (small.cosine + exact.cosine) / 2)
     with pytest.raises(MachineError, match=r"model_quantized.onnx: the cosine .* nothing was written.*--allow-lower"):
         export(source, tmp_path / "other", int8=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "out"]
@@ -121,7 +122,7 @@ def test_a_graph_with_other_lengths_is_refused_though_its_directions_are_right(
     monkeypatch.setattr(ONNXRUNTIME, "InferenceSession", LongerVectors)
     with pytest.raises(MachineError, match=r"onnx/model.onnx: the ratio of lengths .* is 0.990\d+ at the least"):
         export(tmp_path / "in", tmp_path / "out")
-    (done,) = export(tmp_path / "in", tmp_path / "out", allow_lower=True).graphs
+    (done,) = export(tmp_path / "in", tmp_path / "out", allow_lower=True).added
     assert (done.cosine > 0.999999, round(done.length, 4)) == (True, 0.9901)
 
 

@@ -231,7 +231,7 @@ class LoadKeys(TypedDict, total=False):
 class BuildIndexKeys(TypedDict, total=False):
     """Options of `vembed encode`, whose help says what they mean."""
 
-    format: Literal["index", "parquet", "lancedb"] | None
+    format: str | None
     side: Literal["document", "query"]
     index: str
     batch_size: int

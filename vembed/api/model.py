@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast, overload
 
 import numpy as np
 import torch
@@ -18,11 +18,11 @@ from vembed.data.python_rows import items_of, refuse_other_modalities
 from vembed.distributed.runtime import local_device
 from vembed.errors import ConfigError, NonFiniteError
 from vembed.evaluation.keys import CardKeys
-from vembed.evaluation.mteb import model_meta, taken_by_mteb
 from vembed.models.hub import ModelIdentity, identify
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.names import COMMIT, locate_model
+from vembed.registry import ADAPTERS
 from vembed.vectors.encode import ItemEncoder, encoding_budget, refuse_several_vectors, values_of
 
 if TYPE_CHECKING:
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from vembed.batch import Modality, Side
     from vembed.data.python_rows import ItemInput
     from vembed.models.encoder import Encoder, Similarity
+    from vembed.plugins.push.push import Pushed
     from vembed.vectors.encode import Vectors
-    from vembed.workflows.publishing.push import Pushed
 
 _log = logging.getLogger(__name__)
 
 Quantized: TypeAlias = Literal["int8", "binary"]
+Encode = TypeVar("Encode", bound="Callable[..., Any]")
 
 DEFAULT_BATCH_SIZE = 256
 
@@ -73,6 +74,17 @@ def _model_keys(name: str, options: LoadKeys) -> ModelKeys:
     """Return what was said about a model as keys of a configuration."""
     given = {key: value for key, value in options.items() if key in ModelKeys.model_fields}
     return checked_section(ModelKeys, {"model_name": name, **given})
+
+
+def _taken_by_mteb(encode: Encode) -> Encode:
+    """Let the method that encodes rows of a side also take MTEB's batches, with the keywords that MTEB adds."""
+
+    @wraps(encode)
+    def either(model: EmbeddingModel, *given: Any, **named: Any) -> Any:
+        # Only MTEB names a task; the plugin that knows its batches is imported then.
+        return model._for_mteb.encode(*given, **named) if "task_metadata" in named else encode(model, *given, **named)
+
+    return cast("Encode", either)
 
 
 class EmbeddingModel:
@@ -126,7 +138,11 @@ class EmbeddingModel:
     @cached_property
     def mteb_model_meta(self) -> Any:
         """Facts about the model that MTEB asks for; with it, `mteb.evaluate(model, tasks)` takes this one as it is."""
-        return model_meta(self, self._encoder)
+        return self._for_mteb.mteb_model_meta
+
+    @cached_property
+    def _for_mteb(self) -> Any:
+        return ADAPTERS.load("mteb")(self)
 
     @cached_property
     def identity(self) -> ModelIdentity:
@@ -172,7 +188,7 @@ class EmbeddingModel:
         as_tensor: Literal[True],
     ) -> torch.Tensor: ...
 
-    @taken_by_mteb
+    @_taken_by_mteb
     def encode(
         self,
         rows: Iterable[ItemInput],
@@ -292,10 +308,8 @@ class EmbeddingModel:
         Raises:
             VembedError: What the hub refused, and how far the upload came.
         """
-        from vembed.workflows.publishing.push import push_model
-
         owner = {"license": license, "base_model_license": base_model_license, "language": [*language]}
-        return push_model(
+        pushed: Pushed = ADAPTERS.load("push")(
             self.name,
             repo,
             keys=_model_keys(self.name, self.options),
@@ -305,6 +319,7 @@ class EmbeddingModel:
             revision=revision,
             message=message,
         )
+        return pushed
 
     def item_encoder(self, batch_size: int, *, poll: Callable[[], None] | None = None) -> ItemEncoder:
         """Return the encoder as evaluation and search see it.

@@ -24,14 +24,14 @@ from vembed.evaluation.results import EvaluationResult, write_evaluation
 from vembed.files import home_path, is_folder
 from vembed.models.keys import ModelKeys
 from vembed.redact import redact
+from vembed.registry import ADAPTERS
 from vembed.section import facts_of
 from vembed.vectors.keys import IndexKeys
 from vembed.workflows.search.build import BuildOptions, write_index
 from vembed.workflows.search.format import IndexMeta
 from vembed.workflows.search.index import Hit, Searcher, SearchIndex
-from vembed.workflows.search.output import output_form, refuse_taken
-from vembed.workflows.search.ray_job import RayJob
-from vembed.workflows.search.tables import is_table, unpacked
+from vembed.workflows.search.output import output_form, refuse_taken, table_format
+from vembed.workflows.search.tables import unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vembed.data.keys import LabelKind
     from vembed.data.python_rows import RowsInput
     from vembed.vectors.encode import ItemEncoder
+    from vembed.workflows.search.build import EncodeTexts
 
 __all__ = ["EvaluationResult", "Hit", "IndexMeta", "Searcher", "build_index", "evaluate", "open_index"]
 
@@ -49,7 +50,8 @@ VECTOR_OPTIONS = (
 """Options that change the vectors: an index keeps them, and its queries are encoded under the same."""
 
 _OPTIONS = {
-    name: f"--{name.replace('_', '-')}" for name in (*BuildIndexKeys.__annotations__, "output", "model", "bf16")
+    name: f"--{name.replace('_', '-')}"
+    for name in (*BuildIndexKeys.__annotations__, "output", "model", "bf16", "encode")
 }
 _ARGUMENT_OF = {
     **{option: name for name, option in _OPTIONS.items()},
@@ -115,6 +117,7 @@ def build_index(
     *,
     ranks: Ranks | None = None,
     poll: Callable[[], None] | None = None,
+    encode: EncodeTexts | None = None,
     **options: Unpack[BuildIndexKeys],
 ) -> IndexMeta:
     """Encode a corpus into a folder that `open_index` and `vembed search` read.
@@ -125,6 +128,8 @@ def build_index(
         output: The folder, or FILE.parquet; it appears complete or not at all.
         ranks: The processes that encode together; all must make the call.
         poll: Called between encoder calls; may raise to stop.
+        encode: Encodes texts elsewhere than in this process; the call says what it gets and yields
+            (`vembed.workflows.search.build.EncodeTexts`).
         options: Those of `vembed encode`: `side`, `index`, `format`, `batch_size`, `overwrite`, the names of columns.
 
     Raises:
@@ -137,7 +142,8 @@ def build_index(
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         if "image_root" in given:
             given["image_root"] = home_path(given["image_root"])
-        return index_corpus(model, data, output, make_section(IndexKeys, given), ranks=ranks, poll=poll)
+        keys = make_section(IndexKeys, given)
+        return index_corpus(model, data, output, keys, ranks=ranks, poll=poll, encode_texts=encode)
 
 
 def index_corpus(
@@ -148,6 +154,7 @@ def index_corpus(
     *,
     ranks: Ranks | None = None,
     poll: Callable[[], None] | None = None,
+    encode_texts: EncodeTexts | None = None,
 ) -> IndexMeta:
     """Do what `build_index` does, with errors that name the options of `vembed encode`."""
     folder, ranks = home_path(output), ranks or Ranks()
@@ -167,16 +174,17 @@ def index_corpus(
         loaded = model if isinstance(model, EmbeddingModel) else load(model)
         encode = loaded.item_encoder(keys.batch_size, poll=poll)
         encode.ranks = ranks
-        job = None
+        encoded_by = "--encode" if encode_texts is not None else "--ray"
         if keys.ray is not None:
-            if not ranks.is_one:
-                raise ConfigError(
-                    "--ray starts workers itself; start vembed encode without torchrun or accelerate launch"
-                )
-            # A worker takes the device that Ray gives it.
-            given = cast("LoadKeys", {key: value for key, value in loaded.options.items() if key != "device"})
-            make = partial(_worker_encoder, loaded.name, given, keys.batch_size)
-            job = RayJob(make=make, address=keys.ray, num_workers=keys.ray_workers)
+            if encode_texts is not None:
+                raise ConfigError("--encode and --ray both say what encodes; leave one of them out")
+            encode_texts = ADAPTERS.load("ray")(keys.ray, keys.ray_workers)
+        if encode_texts is not None and not ranks.is_one:
+            raise ConfigError(
+                f"{encoded_by} starts workers itself; start vembed encode without torchrun or accelerate launch"
+            )
+        # A worker takes the device that it is given.
+        given = cast("LoadKeys", {key: value for key, value in loaded.options.items() if key != "device"})
         said: Mapping[str, Any] = loaded.options
         options = BuildOptions(
             model=loaded.identity,
@@ -185,7 +193,9 @@ def index_corpus(
             side=keys.side,
             factory=keys.index,
             form=form,
-            job=job,
+            encode_texts=encode_texts,
+            make_encoder=partial(_worker_encoder, loaded.name, given, keys.batch_size),
+            encoded_by=encoded_by,
         )
         return write_index(folder, corpus, encode, options)
 
@@ -229,7 +239,8 @@ def open_for_queries(
     """Do what `open_index` does, with errors that name the options of `vembed search`."""
     if rescored is not None and rescored < 0:
         raise ConfigError(f"rescored is {rescored}; it is at least 0")
-    index = SearchIndex(unpacked(path) if is_table(path) else path, rescored=rescored, place=path)
+    form = table_format(path)
+    index = SearchIndex(path if form is None else unpacked(path, form), rescored=rescored, place=path)
     meta = index.meta
     # An index keeps what was said about its model, as other prompts or lengths would give vectors that don't compare.
     # What allows code or pickles is never read from it: a folder must not be able to allow itself anything.

@@ -13,7 +13,7 @@ from vembed.entrypoints.options import ModelOptions, PictureOptions, check, pars
 from vembed.errors import ConfigError
 from vembed.files import home_path
 from vembed.redact import redact
-from vembed.registry import import_extra
+from vembed.registry import INDEX_FORMATS, import_extra
 from vembed.section import Name, option, word
 from vembed.vectors.keys import IndexKeys
 from vembed.workflows.search.output import output_form, refuse_taken
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 class EncodeOptions(IndexKeys, ModelOptions, PictureOptions):
     """Encode a corpus for vembed search, into a folder with vectors, ids and a FAISS index, or into a table."""
+
+    command = "encode"
 
     model: Name = word("MODEL", "hub id, local folder, or the output folder of a run")
     data: str = option(
@@ -54,6 +56,8 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 
 def _run(given: Mapping[str, Any], words: Sequence[str], watchdog: Watchdog) -> int:
     options = check(EncodeOptions, given)
+    if (code := options.run_added()) is not None:
+        return code
     if options.ray is None and options.ray_workers is not None:
         raise ConfigError("--ray-workers is for --ray; add it, or start several processes with torchrun")
     if (
@@ -97,7 +101,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], watchdog: Watchdog) -> 
                 mean = meta.num_vectors / meta.num_documents
                 size = bytes_text(4 * meta.num_vectors * meta.model.dimension)  # float32
                 documents += f", {meta.num_vectors:,} vectors ({mean:.1f} a document, {size})"
-            kind = f"index {meta.factory}" if form == "index" else {"parquet": "Parquet", "lancedb": "LanceDB"}[form]
+            kind = f"index {meta.factory}" if form == "index" else INDEX_FORMATS.load(form).title
             shown = redact(str(options.output))
             print(*lines, f"{documents}, {meta.model.dimension} dimensions, {kind}: {shown}", sep="\n")
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from vembed.distributed.runtime import Runtime
     from vembed.evaluation.benchmark.run import Entry
-    from vembed.evaluation.mteb import TaskScore
     from vembed.models.keys import ModelKeys
 
 BM25_NAMES = ("bm25", "BM25")
@@ -43,17 +42,13 @@ SHOWN_METRICS = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
 class EvaluateOptions(ModelOptions):
     """Evaluate embedding models on retrieval sets: encode, search exactly with FAISS, score with trec_eval."""
 
+    command = "evaluate"
+
     models: list[Name] = word("MODEL", "hub id, local folder, output of a run (model/), or bm25")
     data: list[Name] | None = option(
         None,
         "BEIR folder, file of rows, hub id, builtin:SET, or a published set: flickr30k:DIR, sop:DIR, cirr:DIR",
         metavar="SET",
-        one_of="sets!",
-    )
-    mteb: list[Name] | None = option(
-        None,
-        "MTEB benchmarks or tasks instead of --data, e.g. NanoBEIR; needs vembed[mteb]",
-        metavar="NAME",
         one_of="sets!",
     )
     output: Path = option(
@@ -100,8 +95,20 @@ class EvaluateOptions(ModelOptions):
 
     @property
     def sets(self) -> list[str]:
-        """Sets of --data; none with --mteb."""
+        """Sets of --data; none where a plugin's option stands in its place, such as --mteb."""
         return self.data or []
+
+    def refuse_word_models(self, reason: str) -> None:
+        """Refuse BM25 among the models, where vectors are needed.
+
+        Args:
+            reason: The option that needs them, and what it does.
+
+        Raises:
+            ConfigError: It is among them.
+        """
+        if named := [name for name in self.models if name in BM25_NAMES]:
+            raise ConfigError(f"{reason}, and {named[0]} is no model of vectors: leave it out")
 
 
 OPTIONS = EvaluateOptions
@@ -129,11 +136,8 @@ def _run(options: EvaluateOptions, *, command: str) -> int:
         raise ConfigError(
             f"--output {options.output} is a folder that a set or a model is read from; choose another one"
         )
-    if options.mteb is not None:
-        _refuse_without_effect(options, "--mteb measures as MTEB does", of_mteb=True)
-        options.refuse_unread_code()
-        with hold_output(options.output):
-            return _evaluate_mteb(options)
+    if (code := options.run_added()) is not None:
+        return code
     from vembed.data.read import read
 
     sources = [read(path, "test", split=options.split, user_names=("--data", "--split")) for path in options.sets]
@@ -147,58 +151,10 @@ def _run(options: EvaluateOptions, *, command: str) -> int:
         said = f"--label-kind {options.label_kind} measures pairs and searches nothing"
         if judged:
             raise ConfigError(f"{said}, but {judged[0]} is a set to search: evaluate it with a command of its own")
-        _refuse_without_effect(options, said)
+        idle = ("metric", "bm25", "bm25_language", "dims", "quantize", "rescore", "index", "both_directions")
+        options.refuse_beside(said, idle)
+        options.refuse_word_models(said)
         return _evaluate_pairs(options, command)
-
-
-def _refuse_without_effect(options: EvaluateOptions, said: str, *, of_mteb: bool = False) -> None:
-    """Refuse options that have no effect beside another; `said` says which, and what it does."""
-    # An option at its default asks for nothing; any other value would be dropped without a word.
-    without_effect = {
-        "--metric": options.metric != DEFAULT_METRIC,
-        "--bm25": options.bm25,
-        "--bm25-language": options.bm25_language is not None,
-        "--dims": options.dims is not None,
-        "--quantize": options.quantize,
-        "--rescore": options.rescore,
-        "--index": options.index,
-        "--both-directions": options.both_directions,
-    }
-    if of_mteb:
-        without_effect |= {
-            "--split": options.split is not None,
-            "--label-kind": options.label_kind != "auto",
-            "--image-root": options.image_root is not None,
-            "--no-keep-vectors": options.no_keep_vectors,
-        }
-    if wrong := [option for option, is_given in without_effect.items() if is_given]:
-        raise ConfigError(f"{said}: leave out {' and '.join(wrong)}")
-    if named := [name for name in options.models if name in BM25_NAMES]:
-        raise ConfigError(f"{said}, and {named[0]} is no model of vectors: leave it out")
-
-
-def _evaluate_mteb(options: EvaluateOptions) -> int:
-    """Evaluate each model on MTEB's tasks, print a table, and leave MTEB's own files in the output."""
-    quiet_libraries()
-    from vembed.api.model import load
-    from vembed.evaluation.benchmark.names import model_labels
-    from vembed.evaluation.mteb import find_tasks, run_tasks, scores_table
-
-    labels = model_labels(options.models)
-    tasks = find_tasks(options.mteb or ())
-    folder = home_path(options.output) / "mteb"
-    scores: dict[str, list[TaskScore]] = {}
-    for name, label in zip(options.models, labels, strict=True):
-        model = load(name, **options.load_options())
-        scores[label] = []
-        for score in run_tasks(model, tasks, folder, batch_size=options.batch_size):
-            print(f"{label} on {score.task}: {score.measure} {score.value:.4f}", flush=True)
-            scores[label].append(score)
-        del model
-        gc.collect()  # two large models don't fit at once
-    print("\n" + "\n".join(scores_table(scores)))
-    print(f"\nwritten to {folder / 'results'}, in the form of MTEB's results repository")
-    return ExitCode.OK
 
 
 def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from vembed.distributed.signals import StopSignal
 from vembed.entrypoints.command import held_output, quiet_libraries, run_command
@@ -13,17 +13,18 @@ from vembed.entrypoints.options import WRITING_HEADINGS, TrustOptions, check, pa
 from vembed.errors import ConfigError, ExitCode
 from vembed.evaluation.keys import CardKeys
 from vembed.files import clean_beside, home_path
+from vembed.models.export_formats import OUR_FORMS
 from vembed.redact import redact
-from vembed.registry import import_extra
-from vembed.section import option, word
+from vembed.registry import EXPORTS
+from vembed.section import names_of, option, word
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
     from vembed.models.export import Exported
-
-FOR_GRAPHS = "for --format onnx: a sentence-transformers folder with ONNX graphs in onnx/"
+    from vembed.models.export_formats import ExportFormat
+    from vembed.models.exportable import Form
 
 
 class ExportOptions(CardKeys, TrustOptions):
@@ -31,11 +32,12 @@ class ExportOptions(CardKeys, TrustOptions):
     (README.md) made from the records of its run. The folder is loaded again and must give the same vectors.
     """  # noqa: D205 - the sentence that --help prints
 
-    headings: ClassVar = {FOR_GRAPHS: ("int8", "opset", "allow_lower"), **WRITING_HEADINGS}
+    command = "export"
+    headings = WRITING_HEADINGS
 
     model: str = word("RUN_OR_MODEL", "output folder of a run, folder of a model, or hub id")
     output: Path = option(..., "folder to write; must be empty", metavar="DIR")
-    format: Literal["auto", "sentence-transformers", "transformers", "open_clip", "pylate", "onnx"] = option(
+    format: Annotated[str, names_of(EXPORTS, *OUR_FORMS)] = option(
         "auto", "library to write for; default: auto, the model's own"
     )
     dtype: Literal["float32", "float16", "bfloat16"] | None = option(
@@ -45,9 +47,6 @@ class ExportOptions(CardKeys, TrustOptions):
     checkpoint: int | None = option(
         None, "export this checkpoint of the run instead of its model; the run may be unfinished", metavar="STEP"
     )
-    int8: bool = option(False, "also write a graph with 8-bit weights")
-    opset: int | None = option(None, "ONNX operator set version; default: that of torch", metavar="N")
-    allow_lower: bool = option(False, "accept a graph whose vectors have a cosine below 0.999 to the model's")
 
 
 OPTIONS = ExportOptions
@@ -61,6 +60,8 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 
 def _run(given: Mapping[str, Any], words: Sequence[str]) -> int:
     options = check(ExportOptions, given)
+    if (code := options.run_added()) is not None:
+        return code
     output = home_path(options.output).resolve()
     from_checkpoint = output.with_name(f".{output.name}.checkpoint")  # the model of --checkpoint while it is exported
     clean = partial(clean_beside, output)
@@ -78,7 +79,6 @@ def _export(options: ExportOptions, from_checkpoint: Path) -> int:
     import torch
 
     from vembed.models.export import ExportRequest, export_model
-    from vembed.models.graph import GraphRequest
     from vembed.models.names import locate_model
     from vembed.workflows.publishing.card import card_files, spelled
 
@@ -98,22 +98,17 @@ def _export(options: ExportOptions, from_checkpoint: Path) -> int:
         print(f"the card tells nothing of the run: its report is of its kept model, not of step {step}")
         model, run = str(write_saved_model(folder, step, from_checkpoint)), None
     keys = options.model_keys(model)
-    graphs, form = None, options.format
-    # Graphs are a part of a sentence-transformers folder, whose library picks them up by their names.
-    if form == "onnx":
-        for name in ("onnx", "onnxruntime", "onnxscript"):
-            import_extra(name, "onnx", "--format onnx")
-        form = "sentence-transformers"
-        graphs = GraphRequest(int8=options.int8, opset=options.opset, allow_lower=options.allow_lower)
-    elif options.int8 or options.opset is not None or options.allow_lower:
-        raise ConfigError("--int8, --opset and --allow-lower are for graphs; add --format onnx")
+    added_format: ExportFormat | None = None if options.format in OUR_FORMS else EXPORTS.load(options.format)
+    if added_format is not None:
+        added_format.refuse_missing()
     request = ExportRequest(
         keys=keys,
         output=options.output,
-        form=form,
+        form=cast("Form | Literal['auto']", options.format) if added_format is None else added_format.form,
         dtype=None if options.dtype is None else getattr(torch, options.dtype),
         overwrite=options.overwrite,
-        graphs=graphs,
+        format=added_format,
+        format_options=options.added(options.format),
     )
     title = redact(request.output.expanduser().resolve().name)
     card = card_files(title, title, model, run, owner)
@@ -125,8 +120,6 @@ def _export(options: ExportOptions, from_checkpoint: Path) -> int:
 
 def _print(exported: Exported, output: Path, license_id: str | None) -> None:
     from vembed.evaluation.card import LICENSES, nearest_license
-    from vembed.models.graph import LEAST
-    from vembed.pages.text import bytes_text
 
     # The difference is that of reading back alone; rounding is told apart, as it was asked for.
     dtype = str(exported.dtype).removeprefix("torch.")
@@ -134,11 +127,8 @@ def _print(exported: Exported, output: Path, license_id: str | None) -> None:
           f"{exported.difference:.2g}")  # fmt: skip
     if exported.rounding:
         print(f"rounding the weights to {dtype} moved vectors by up to {exported.rounding:.2g}")
-    for graph in exported.graphs:
-        print(f"{graph.name}, {bytes_text(graph.num_bytes)}: its vectors have a cosine of at least {graph.cosine:.7f} "
-              f"to the model's ({graph.num_texts} texts, each alone and all at once)")  # fmt: skip
-        if graph.length < LEAST:
-            print(f"{graph.name}: lengths of vectors differ from the model's by up to {1 - graph.length:.2%}")
+    for line in exported.added:
+        print(line)
     if license_id is None:
         print("the card states no licence; --license ID does")
     elif license_id not in LICENSES:

@@ -35,6 +35,7 @@ class MineOptions(RowOptions, MiningKeys, ModelOptions, PictureOptions):
     relevant.
     """  # noqa: D205 - the sentence that --help prints
 
+    command = "mine"
     hidden = SOURCES
     prefix = "mine_"
 
@@ -74,6 +75,8 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 
 def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog: Watchdog) -> int:
     options = check(MineOptions, given)
+    if (code := options.run_added()) is not None:
+        return code
     if options.seed is not None and options.mine_sampling != "random":
         raise ConfigError("--seed has an effect only with --sampling random")
     from vembed.data.read import read

@@ -70,10 +70,10 @@ def _run(given: Mapping[str, Any]) -> int:
     if options.port is not None and not options.serve:
         raise ConfigError("--port is of the page; add --serve")
     from vembed.workflows.search.format import read_meta
-    from vembed.workflows.search.tables import is_table
+    from vembed.workflows.search.output import table_format
 
     index = home_path(options.index)
-    if not is_table(index):
+    if table_format(index) is None:
         read_meta(index)  # a missing index is said before a model is loaded
     from vembed.api.retrieval import open_for_queries
     from vembed.workflows.search.serve import serve_until_signal

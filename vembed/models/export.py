@@ -33,7 +33,6 @@ from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.files import new_folder
 from vembed.models.exportable import TEXTS, largest_difference, sample_pngs, sample_vectors, writable_forms
 from vembed.models.formats import GENERAL_FILE, MODULES_FILE, TRANSFORMER_FILE
-from vembed.models.graph import Graph, GraphRequest, write_graphs
 from vembed.models.hub import DTYPES, ModelFiles, quiet_loading, save_background
 from vembed.models.keys import ModelKeys
 from vembed.models.load import encoder_classes, load_encoder
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from vembed.models.encoder import Encoder
+    from vembed.models.export_formats import ExportFormat
     from vembed.models.exportable import Form, Vectors
 
 TOLERANCE = 1e-5
@@ -63,7 +63,8 @@ class ExportRequest:
     form: Form | Literal["auto"] = "auto"
     dtype: torch.dtype | None = None  # of the stored weights; None for that of the source
     overwrite: bool = False  # a model at the output may be replaced
-    graphs: GraphRequest | None = None  # ONNX graphs to write into the folder
+    format: ExportFormat | None = None  # writes further files into the folder
+    format_options: object = None  # what it gets to know
     served_as: str = ""  # what serve.md calls the folder; empty for its own name
 
 
@@ -77,7 +78,7 @@ class Exported:
     rounding: float  # the largest difference that rounding the weights made, 0 where none was rounded
     num_items: int  # sample items that were compared
     readers: tuple[str, ...]  # what read it back, with versions
-    graphs: tuple[Graph, ...] = ()
+    added: tuple[object, ...] = ()  # what a format wrote into the folder, each printing as a line
 
 
 def export_model(
@@ -127,8 +128,8 @@ def write_encoder(
         NonFiniteError: As `export_model`.
     """
     output, computing = request.output.expanduser().resolve(), _computing(dtype, next(encoder.parameters()).dtype)
-    if request.graphs is not None and (why := encoder.why_no_graph()):
-        raise ConfigError(f"--format onnx: {why}")
+    if request.format is not None and (obstacle := request.format.obstacle(encoder)):
+        raise ConfigError(f"--format {request.format.name}: {obstacle}")
     form = choose_form(encoder, request.form)
     # Rounded in place, so that only one copy of the weights is in memory, and still computed with in the wider type:
     # what differs from `before` is the rounding of the weights alone.
@@ -167,12 +168,12 @@ def write_encoder(
                     f"(they differ by up to {difference:.2g}, allowed are {TOLERANCE:g}). Try another --format, or "
                     f"other versions of the libraries"
                 )
-        # Last, as tracing leaves the encoder changed, and still within the folder that may come to nothing.
-        graphs = () if request.graphs is None else write_graphs(stored, folder, request.graphs)
+        # Last, as a format may leave the encoder changed, and still within the folder that may come to nothing.
+        added = () if request.format is None else tuple(request.format.write(stored, folder, request.format_options))
     readers = tuple(f"{reader} {version(reader)}" for reader in read_back)
     rounding = largest_difference(before, wanted)
     num_items = sum(len(vectors) for vectors in wanted.values())
-    return Exported(form, dtype, max(differences.values()), rounding, num_items, readers, graphs)
+    return Exported(form, dtype, max(differences.values()), rounding, num_items, readers, added)
 
 
 def _computing(dtype: torch.dtype, stored: torch.dtype) -> str:

@@ -1,14 +1,14 @@
 """Keys of a teacher and of the mining of hard negatives, and the options of an index."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from vembed.data.keys import loss_names, takes_pairs
 from vembed.losses.registry import filters_by_teacher, loss_section
-from vembed.registry import LOSSES
-from vembed.section import ANY, LARGEST_COUNT, Count, Name, NonNegative, Rule, Section, Share, key, option
+from vembed.registry import INDEX_FORMATS, LOSSES
+from vembed.section import ANY, LARGEST_COUNT, Count, Name, NonNegative, Rule, Section, Share, key, names_of, option
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
@@ -170,13 +170,10 @@ def _teacher_without_reader(config: "Config") -> str:
     )
 
 
-Format: TypeAlias = Literal["index", "parquet", "lancedb"]
-
-
 class IndexKeys(Section):
     """Options of an index: how a corpus is read, encoded and written."""
 
-    format: Format | None = option(
+    format: Annotated[str, names_of(INDEX_FORMATS, "index")] | None = option(
         None,
         "index (a folder, default), parquet (one file), lancedb (a table in a folder; needs vembed[lancedb])",
     )

@@ -1,5 +1,5 @@
-"""A model that leaves this machine: its card, and its way to the Hugging Face hub.
+"""The card of a model that leaves this machine, made of the records of its run and of what its owner says.
 
-In: the folder of a run or of a model, and what its owner says. Out: the files beside a written model, or what was sent.
-Not here: how an encoder is written (models) and how a card reads (evaluation/card).
+In: the folder of a run or of a model. Out: the files beside a written model. Not here: how an encoder is written
+(models), how a card reads (evaluation/card), and the way to the hub (plugins/push).
 """

@@ -39,7 +39,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ from vembed.workflows.search.tables import write_table
 from vembed.workflows.search.thumbnails import FORMS, THUMBNAIL_BYTES, ThumbnailReader, make_thumbnails
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -83,10 +83,7 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Encoder
     from vembed.models.hub import ModelIdentity
     from vembed.vectors.encode import ItemEncoder, Vectors
-    from vembed.vectors.keys import Format
     from vembed.vectors.store import Encode, Items, Progress
-    from vembed.workflows.search.ray_job import RayJob
-
 
 _log = logging.getLogger(__name__)
 
@@ -250,6 +247,29 @@ class DocumentSpans:
 # The index ------------------------------------------------------------------------------------------------------------
 
 
+class EncodeTexts(Protocol):
+    """A way to encode the texts of a corpus elsewhere than in this process, such as on workers of a cluster."""
+
+    def __call__(
+        self,
+        make: Callable[[], ItemEncoder],
+        documents: Path,
+        spans: list[tuple[int, int]],
+        side: Side,
+        poll: Callable[[], None],
+    ) -> Generator[Encoded]:
+        """Yield the vectors of one block of documents after the other.
+
+        Args:
+            make: Loads the model and returns its encoder; it can be pickled, to be called on a worker.
+            documents: ids.jsonl, a row for each document with its `text`. A worker needs a folder that it sees.
+            spans: Bytes of that file from which each block begins to where it ends. What a process would encode at a
+                time is a block, so that the vectors are the same.
+            side: Prompt of the texts.
+            poll: To be called while vectors are awaited; may raise, and is then to be left at once.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
     """Settings of an index beside its corpus."""
@@ -259,8 +279,10 @@ class BuildOptions:
     source: str  # the corpus, for people
     side: Side = "document"  # which prompt the documents get
     factory: str = "Flat"  # FAISS index string; "Flat" is exact
-    form: Format = "index"  # the folder of an index, or a table of its rows
-    job: RayJob | None = None  # who encodes the texts; None is this process and its ranks
+    form: str = "index"  # the folder of an index, or a name of INDEX_FORMATS: a table of its rows
+    encode_texts: EncodeTexts | None = None  # what encodes; None is this process and its ranks
+    make_encoder: Callable[[], ItemEncoder] | None = None  # its `make`
+    encoded_by: str = "--ray"  # the option that says so, for messages
 
 
 def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:
@@ -317,7 +339,7 @@ def _part(output: Path) -> Path:
     return output.with_name(f".{output.name}.part")
 
 
-def _publish(part: Path, output: Path, meta: IndexMeta, form: Format) -> None:
+def _publish(part: Path, output: Path, meta: IndexMeta, form: str) -> None:
     """Give the output its name."""
     folder = part / "index"
     if form != "index":
@@ -349,8 +371,10 @@ def _write_files(part: Path, corpus: Corpus, encode: ItemEncoder, options: Build
                 path.unlink()
     written = ranks.from_first(lambda: write_documents(folder / DOCUMENTS_FILE, corpus, encode))
     num_documents, num_pictures = written.num_documents, written.num_pictures
-    if options.job is not None and num_pictures:
-        raise ConfigError(f"--ray encodes texts, and {options.source} has {num_pictures:,} pictures; leave it out")
+    if options.encode_texts is not None and num_pictures:
+        raise ConfigError(
+            f"{options.encoded_by} encodes texts, and {options.source} has {num_pictures:,} pictures; leave it out"
+        )
     dim, several = options.model.dimension, encode.encoder.multi_vector
     if not several and (least := max(trained_clusters(options.factory))) > num_documents:
         raise ConfigError(
@@ -419,9 +443,9 @@ def _write_vectors(
     read_again = CorpusItems(folder / DOCUMENTS_FILE, corpus, written)
     items: Items = read_again
     encode_lists = _encoding(encode, side)
-    if options.job is not None:
+    if options.encode_texts is not None:
         items = DocumentSpans(folder / DOCUMENTS_FILE, written)
-        encode_lists = _encoding_by_job(options.job, folder / DOCUMENTS_FILE, encode, side)
+        encode_lists = _encoding_elsewhere(options, folder / DOCUMENTS_FILE, encode)
     with (
         closing(store.make(items, encode_lists, ranks, written.ends)) as blocks,
         closing(_copies(folder, written, corpus, encode)) as copies,
@@ -482,12 +506,15 @@ def _encoding(encode: ItemEncoder, side: Side) -> Encode:
     return encoded
 
 
-def _encoding_by_job(job: RayJob, path: Path, encode: ItemEncoder, side: Side) -> Encode:
-    """Return what has workers of Ray encode lists of one item, the bytes of their documents in a file."""
+def _encoding_elsewhere(options: BuildOptions, path: Path, encode: ItemEncoder) -> Encode:
+    """Return what has lists of one item encoded, the bytes of their documents in a file."""
+    encode_texts, make = options.encode_texts, options.make_encoder
+    assert encode_texts is not None
+    assert make is not None
 
     def encoded(lists: Iterable[Sequence[tuple[int, int]]]) -> Generator[Encoded]:
         spans = [span for [span] in lists]
-        with closing(job.stream(path, spans, side, encode.poll)) as stream, path.open("rb") as file:
+        with closing(encode_texts(make, path, spans, options.side, encode.poll)) as stream, path.open("rb") as file:
             for (start, stop), result in zip(spans, stream, strict=True):
                 if (bad := _first_nonfinite(result.vectors)) is not None:
                     file.seek(start)

@@ -44,6 +44,7 @@ from vembed.batch import Side  # noqa: TC001
 from vembed.errors import ConfigError
 from vembed.files import is_file
 from vembed.models.hub import ModelIdentity  # noqa: TC001
+from vembed.registry import INDEX_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -61,8 +62,6 @@ OFFSETS_FILE = "thumbnails.npy"
 PROBE_FILE = "probe.npy"
 STARTS_FILE = "offsets.npy"
 PICTURE_FILES = (THUMBNAILS_FILE, OFFSETS_FILE, PROBE_FILE)
-TABLE = "documents"
-"""Of LanceDB, where the rows are kept as one."""
 _OWN_NAMES = (
     META_FILE,
     CHECKSUMS_FILE,
@@ -71,7 +70,6 @@ _OWN_NAMES = (
     INDEX_FILE,
     STARTS_FILE,
     *PICTURE_FILES,
-    f"{TABLE}.lance",
 )
 PROBE_TEXT = "a small red picture of 7 things"
 COUNTED_BYTES = 1 << 24
@@ -129,7 +127,9 @@ class IndexMeta:
 
 def is_others(name: str) -> bool:
     """Return whether an entry of a folder is none that `vembed encode` writes, and replaces."""
-    return name not in _OWN_NAMES
+    # A folder may change from an index to a table and back, so the names of all formats count.
+    tables = (INDEX_FORMATS.load(form).entries for form in INDEX_FORMATS.names())
+    return name not in _OWN_NAMES and not any(name in entries for entries in tables)
 
 
 def is_index(folder: Path) -> bool:

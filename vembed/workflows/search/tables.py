@@ -1,4 +1,4 @@
-"""An index as one Parquet file or as a LanceDB table: a row for each document, and what else it holds in the metadata.
+"""An index as a table that other libraries read: a row for each document, and what else it holds in the metadata.
 
     id         string
     text       string
@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.errors import ConfigError, MachineError
-from vembed.files import file_sha256, is_file, is_folder, new_file, new_folder
-from vembed.registry import import_extra
+from vembed.files import file_sha256, is_folder, new_file, new_folder
+from vembed.registry import INDEX_FORMATS
 from vembed.text import first_line
 from vembed.vectors.index import build_any_index, write_faiss
 from vembed.vectors.store import VECTORS
@@ -41,36 +41,37 @@ from vembed.workflows.search.format import (
     META_FILE,
     OFFSETS_FILE,
     PROBE_FILE,
-    TABLE,
     THUMBNAILS_FILE,
     VECTORS_FILE,
     IndexMeta,
     is_others,
     parse_meta,
 )
+from vembed.workflows.search.output import BATCH_ROWS, table_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
-    from vembed.vectors.keys import Format
+    from vembed.workflows.search.output import IndexFormat
 
 _FACTS = (b"vembed", b"normalised", b"probe", b"sha256")
-BATCH_ROWS = 8192
-"""Rows of a row group: 12 MiB of vectors at 384 dimensions."""
 
 
-def write_table(folder: Path, output: Path, meta: IndexMeta, form: Format) -> None:
+def write_table(folder: Path, output: Path, meta: IndexMeta, form: str) -> None:
     """Write the vectors and rows of a folder as a table; the output appears complete or not at all.
 
+    Args:
+        form: A name of `INDEX_FORMATS`.
+
     Raises:
-        ConfigError: LanceDB isn't installed.
+        ConfigError: A package of the format isn't installed.
         MachineError: The disk refuses.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
+    table: IndexFormat = INDEX_FORMATS.load(form)
     pictures = bool(meta.num_pictures)
     fields = [("id", pa.string()), ("text", pa.string())]
     fields += [("image", pa.string()), ("thumbnail", pa.binary())] if pictures else []
@@ -82,15 +83,8 @@ def write_table(folder: Path, output: Path, meta: IndexMeta, form: Format) -> No
     facts["sha256"] = json.dumps({name: file_sha256(folder / name) for name in names})
     schema = pa.schema(fields, metadata=facts)
     try:
-        if form == "parquet":
-            with new_file(output) as temporary, pq.ParquetWriter(temporary, schema) as writer:
-                for batch in _batches(folder, schema):
-                    writer.write_batch(batch)
-        else:
-            lancedb = import_extra("lancedb", "lancedb", "--format lancedb")
-            with new_folder(output, keeps=is_others) as temporary:
-                reader = pa.RecordBatchReader.from_batches(schema, _batches(folder, schema))
-                lancedb.connect(str(temporary)).create_table(TABLE, reader)
+        with new_file(output) if table.suffix else new_folder(output, keeps=is_others) as temporary:
+            table.write(temporary, schema, _batches(folder, schema))
     except OSError as error:
         raise MachineError(f"{output}: the vectors can't be written: {error}. Free some space") from error
 
@@ -118,33 +112,29 @@ def _batches(folder: Path, schema: Any) -> Iterator[Any]:
             yield pa.record_batch(arrays, schema=schema)
 
 
-def is_table(path: Path) -> bool:
-    """Return whether a path is a Parquet file or a LanceDB folder, by its name and what lies in it."""
-    return (is_file(path) and path.suffix == ".parquet") or is_folder(path / f"{TABLE}.lance")
-
-
 def is_own_table(path: Path) -> bool:
     """Return whether a path is a table that vembed wrote, with nothing else beside it in its folder."""
-    if not is_table(path) or (is_folder(path) and len(list(path.iterdir())) > 1):
+    form = table_format(path)
+    if form is None or (is_folder(path) and len(list(path.iterdir())) > 1):
         return False
     try:
-        return "vembed" in _opened(path)[0]
+        return "vembed" in _opened(path, form)[0]
     except ConfigError:
         return False
 
 
-def unpacked(path: Path) -> Path:
+def unpacked(path: Path, form: IndexFormat) -> Path:
     """Return the folder of the index that a table was written from, made again in the temporary folder.
 
     It is deleted when the program ends.
 
     Raises:
-        ConfigError: LanceDB isn't installed, or it is no table of ours, or broken.
+        ConfigError: A package of the format isn't installed, or it is no table of ours, or broken.
         MachineError: The disk refuses.
     """
     import pyarrow as pa
 
-    facts, batches = _opened(path)
+    facts, batches = _opened(path, form)
     if "vembed" not in facts:
         raise ConfigError(f"{path} holds no vectors of vembed encode: its metadata has no `vembed`")
     folder = Path(tempfile.mkdtemp(prefix="vembed-"))
@@ -160,38 +150,11 @@ def unpacked(path: Path) -> Path:
     return folder
 
 
-def _opened(path: Path) -> tuple[dict[str, str], Iterable[Any]]:
+def _opened(path: Path, form: IndexFormat) -> tuple[dict[str, str], Iterable[Any]]:
     """Return what the metadata of a table holds, and its rows."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if is_file(path):
-        try:
-            file = pq.ParquetFile(path)
-        except (OSError, pa.ArrowException) as error:
-            raise ConfigError(f"{path} can't be read as Parquet: {error}; encode the corpus again") from error
-        # Batches, not whole row groups: those of another writer may hold the whole corpus.
-        schema, batches = file.schema_arrow, file.iter_batches(BATCH_ROWS)
-    else:
-        lancedb = import_extra("lancedb", "lancedb", f"{path}, a LanceDB table,")
-        try:
-            table = lancedb.connect(str(path)).open_table(TABLE)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"{path} can't be read as LanceDB: {first_line(error)}; encode the corpus again"
-            ) from error
-        schema, batches = table.schema, _of_lance(table)
+    schema, batches = form.read(path)
     metadata = schema.metadata or {}
     return {key.decode(): value.decode() for key, value in metadata.items() if key in _FACTS}, batches
-
-
-def _of_lance(table: Any) -> Iterator[Any]:
-    """Yield the rows of a table in the order in which they were written."""
-    # A scan of LanceDB may yield fragments in any order; offsets are those of writing.
-    num_rows = table.count_rows()
-    for start in range(0, num_rows, BATCH_ROWS):
-        places = list(range(start, min(start + BATCH_ROWS, num_rows)))
-        yield from table.take_offsets(places).to_arrow().to_batches()
 
 
 def _unpack(batches: Iterable[Any], facts: dict[str, str], meta: IndexMeta, folder: Path) -> None:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from vembed.data.judged import RetrievalData
     from vembed.evaluation.judge import Comparison
     from vembed.evaluation.results import EvaluationResult
+    from vembed.plugins.merge.keys import MergeKeys
+    from vembed.plugins.merge.weights import Mixture
     from vembed.vectors.encode import ItemEncoder
-    from vembed.workflows.merging.keys import MergeKeys
-    from vembed.workflows.merging.weights import Mixture
 
 MOST_POINTS = 200
 """Mixtures that a grid may have: each one encodes every set."""

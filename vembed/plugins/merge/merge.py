@@ -20,13 +20,13 @@ from vembed.evaluation.card_facts import CardFacts, model_facts, written_with
 from vembed.models.export import ExportRequest, stored_dtype, write_encoder
 from vembed.models.load import load_encoder
 from vembed.pages.write import write_page
+from vembed.plugins.merge.choose import choose
+from vembed.plugins.merge.keys import work_folder
+from vembed.plugins.merge.report import merge_headline, merge_page
+from vembed.plugins.merge.weights import Mixture
 from vembed.redact import redact
 from vembed.vectors.encode import ItemEncoder, encoding_budget
 from vembed.vectors.provenance import digest, model_key
-from vembed.workflows.merging.choose import choose
-from vembed.workflows.merging.keys import work_folder
-from vembed.workflows.merging.report import merge_headline, merge_page
-from vembed.workflows.merging.weights import Mixture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vembed.models.export import Exported
     from vembed.models.exportable import Form
     from vembed.models.keys import ModelKeys
-    from vembed.workflows.merging.keys import MergeKeys
+    from vembed.plugins.merge.keys import MergeKeys
 
 
 def merge_models(

@@ -1,4 +1,4 @@
-"""Encode the texts of an index as a Ray Data job, on workers that may be on several machines.
+"""`vembed encode --ray`: encode the texts of an index as a Ray Data job, on workers that may be on several machines.
 
 1. The rows of the job are where each block begins and ends in ids.jsonl.
 2. Each worker is an actor that holds the model. It reads a block from that file, encodes it sorted by length, and sends
@@ -14,18 +14,17 @@ import json
 import logging
 import os
 import queue
+import socket
 import threading
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vembed.batch import Ragged
-from vembed.distributed.watchdog import host_name
 from vembed.errors import ConfigError, DataError, MachineError, VembedError
 from vembed.registry import import_extra
 from vembed.text import first_line
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Side
     from vembed.vectors.encode import ItemEncoder
+    from vembed.workflows.search.build import EncodeTexts
 
 _log = logging.getLogger(__name__)
 
@@ -50,53 +50,57 @@ WORKER_CPUS = 4
 POLL_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayJob:
-    """Workers of a Ray cluster."""
+def encode_with_ray(address: str = "", num_workers: int | None = None) -> EncodeTexts:
+    """Return what `build_index(encode=...)` takes to encode on the workers of a Ray cluster.
 
-    make: Callable[[], ItemEncoder]  # loads the model, on a worker
-    address: str = ""  # HOST:PORT; "" is $RAY_ADDRESS, a cluster of this machine, or a new one here
-    num_workers: int | None = None  # None: one for each GPU, or for each `WORKER_CPUS` CPUs
+    Args:
+        address: HOST:PORT; "" is $RAY_ADDRESS, a cluster of this machine, or a new one here.
+        num_workers: One for each GPU by default, or for each `WORKER_CPUS` CPUs.
+    """
+    # A generator function: Ray is imported and reached when the first vectors are asked for, not before.
+    return partial(_stream, address, num_workers)
 
-    def stream(
-        self, documents: Path, spans: list[tuple[int, int]], side: Side, poll: Callable[[], None]
-    ) -> Generator[Encoded]:
-        """Yield the vectors of one block after the other.
 
-        Args:
-            documents: ids.jsonl, in a folder that all machines see.
-            spans: Where each block begins and ends there, in bytes.
-            poll: Called while vectors are awaited; may raise.
+def _stream(
+    address: str,
+    asked_workers: int | None,
+    make: Callable[[], ItemEncoder],
+    documents: Path,
+    spans: list[tuple[int, int]],
+    side: Side,
+    poll: Callable[[], None],
+) -> Generator[Encoded]:
+    """Yield the vectors of one block after the other, as `EncodeTexts` says.
 
-        Raises:
-            MachineError: Ray can't be reached, or a worker died too often.
-            VembedError: What a worker raised.
-        """
-        if not spans:
-            return
-        with _cluster(self.address) as ray:
-            context = ray.data.DataContext.get_current()
-            context.enable_progress_bars = False
-            context.execution_options.preserve_order = True
-            num_workers, resources = _share(ray.cluster_resources(), self.num_workers)
-            _log.info("Ray: %d workers, each with %s", num_workers, resources)
-            # One block for each row, so that Ray hands out blocks one by one and returns them in order.
-            rows = [{"start": start, "stop": stop} for start, stop in spans]
-            with warnings.catch_warnings():
-                # Ray 2.64 drops the keywords of starting again; the extra ends before it.
-                warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
-                found = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-                    _Worker,
-                    fn_constructor_args=(self.make, str(documents), side),
-                    batch_size=1,
-                    compute=ray.data.ActorPoolStrategy(size=num_workers),
-                    max_restarts=RETRIES,
-                    max_task_retries=RETRIES,
-                    **resources,
-                )
-            for row in _arriving(found.iter_rows, poll):
-                num_truncated, offsets, vectors_VE = int(row["num_truncated"]), row["offsets"], row["vectors"]
-                yield Encoded(Ragged(vectors_VE, offsets) if len(offsets) else vectors_VE, num_truncated)
+    Raises:
+        MachineError: Ray can't be reached, or a worker died too often.
+        VembedError: What a worker raised.
+    """
+    if not spans:
+        return
+    with _cluster(address) as ray:
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.execution_options.preserve_order = True
+        num_workers, resources = _share(ray.cluster_resources(), asked_workers)
+        _log.info("Ray: %d workers, each with %s", num_workers, resources)
+        # One block for each row, so that Ray hands out blocks one by one and returns them in order.
+        rows = [{"start": start, "stop": stop} for start, stop in spans]
+        with warnings.catch_warnings():
+            # Ray 2.64 drops the keywords of starting again; the extra ends before it.
+            warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
+            results = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+                _Worker,
+                fn_constructor_args=(make, str(documents), side),
+                batch_size=1,
+                compute=ray.data.ActorPoolStrategy(size=num_workers),
+                max_restarts=RETRIES,
+                max_task_retries=RETRIES,
+                **resources,
+            )
+        for row in _arriving(results.iter_rows, poll):
+            num_truncated, offsets, vectors_VE = int(row["num_truncated"]), row["offsets"], row["vectors"]
+            yield Encoded(Ragged(vectors_VE, offsets) if len(offsets) else vectors_VE, num_truncated)
 
 
 class _Worker:
@@ -123,7 +127,7 @@ class _Worker:
                 lines = file.read(stop - start).splitlines()
         except OSError as error:
             raise DataError(
-                f"a Ray worker on {host_name()} can't read {self._documents}: {error.strerror}; choose an "
+                f"a Ray worker on {socket.gethostname()} can't read {self._documents}: {error.strerror}; choose an "
                 "--output in a folder that all machines of the cluster see"
             ) from error
         before = self._encode.num_truncated[self._side]

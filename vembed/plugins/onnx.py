@@ -1,4 +1,4 @@
-"""A text encoder as an ONNX graph, which onnxruntime runs without torch.
+"""`vembed export --format onnx`: a text encoder as an ONNX graph too, which onnxruntime runs without torch.
 
 1. The encoder is traced with free axes for rows and tokens: `onnx/model.onnx` takes `input_ids` and `attention_mask`,
    int64 (R, T) padded at the right, and gives `last_hidden_state` (R, T, H), which sentence-transformers and
@@ -6,6 +6,8 @@
 2. `onnx/model_quantized.onnx` has weights of 8 bits; numbers between layers are rounded as they come.
 3. onnxruntime encodes texts of many lengths, each alone and all at once. The least cosine to the encoder's own vectors,
    and the largest difference in length, decide whether the folder is written.
+
+Graphs are a part of a sentence-transformers folder, whose library picks them up by their names.
 
 Shape legend: R rows, T tokens, H hidden dim, E embedding dim; 2: each row alone, and all at once.
 """
@@ -15,17 +17,18 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import torch
-
-from vembed.errors import MachineError
-from vembed.models.exportable import TEXTS
+from vembed.entrypoints.options import AddedOptions
+from vembed.errors import ConfigError, MachineError
+from vembed.models.export_formats import ExportFormat
+from vembed.pages.text import bytes_text
+from vembed.section import option
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from vembed.batch import Side
@@ -35,17 +38,30 @@ LEAST = 0.999
 """Of cosines, and of a shorter length to the longer one; a dot product counts both."""
 LARGEST_FILE = 1_900_000_000  # bytes; a message of protobuf holds less than 2 GiB
 GRAPH, QUANTIZED = "onnx/model.onnx", "onnx/model_quantized.onnx"
-GRAPH_TEXTS = (*TEXTS, *("the quick brown fox jumps over a lazy dog " * count for count in (1, 2, 4, 7, 12, 30)))
-"""Of many lengths."""
+LENGTHS = (1, 2, 4, 7, 12, 30)
+"""Of sentences in a text, beside the samples of every export: a graph must take many lengths."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphRequest:
-    """The graphs to write."""
+class OnnxOptions(AddedOptions):
+    """Options of `vembed export` for graphs."""
 
-    int8: bool = False
-    opset: int | None = None  # version of ONNX's operators; None for the one that torch writes
-    allow_lower: bool = False  # a graph below `LEAST` is kept
+    headings: ClassVar = {
+        "for --format onnx: a sentence-transformers folder with ONNX graphs in onnx/": ("int8", "opset", "allow_lower")
+    }
+
+    int8: bool = option(False, "also write a graph with 8-bit weights")
+    opset: int | None = option(None, "ONNX operator set version; default: that of torch", metavar="N")
+    allow_lower: bool = option(False, "accept a graph whose vectors have a cosine below 0.999 to the model's")
+
+    def run(self, options: Any) -> None:
+        """Refuse the options without the format.
+
+        Raises:
+            ConfigError: One is set for another format.
+        """
+        # A graph's option without a graph would be dropped in silence.
+        if options.format != "onnx" and (self.int8 or self.opset is not None or self.allow_lower):
+            raise ConfigError("--int8, --opset and --allow-lower are for graphs; add --format onnx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +74,44 @@ class Graph:
     length: float  # the least, of the shorter of two such vectors to the longer
     num_texts: int
 
+    def __str__(self) -> str:
+        """Return what the command tells."""
+        text = (
+            f"{self.name}, {bytes_text(self.num_bytes)}: its vectors have a cosine of at least {self.cosine:.7f} "
+            f"to the model's ({self.num_texts} texts, each alone and all at once)"
+        )
+        if self.length < LEAST:
+            text += f"\n{self.name}: lengths of vectors differ from the model's by up to {1 - self.length:.2%}"
+        return text
 
-def write_graphs(encoder: Encoder, folder: Path, request: GraphRequest) -> tuple[Graph, ...]:
+
+def write_graphs(encoder: Encoder, folder: Path, options: OnnxOptions) -> list[Graph]:
     """Write the graphs of an encoder into its folder; the encoder is used up.
 
     Raises:
         MachineError: torch can't write the model as a graph, or a graph's vectors differ too much.
     """
+    import numpy as np  # in functions, as are torch and ONNX: `vembed export --help` has the options of this file
+    import torch
+
+    from vembed.models.exportable import TEXTS
+
+    texts = (*TEXTS, *("the quick brown fox jumps over a lazy dog " * count for count in LENGTHS))
     # Only where the prompts differ are the texts of both sides put in differently.
     sides: tuple[Side, ...] = ("query",) if len(set(encoder.prompts.values())) == 1 else ("query", "document")
     wanted: dict[Side, NDArray[np.float64]] = {}
     inputs: dict[Side, list[NDArray[np.int64]]] = {}
     for side in sides:
-        features = encoder.featurize(GRAPH_TEXTS, side)
+        features = encoder.featurize(texts, side)
         ids = features.columns["input_ids"]
         inputs[side] = [np.asarray(row, dtype=np.int64) for row in np.split(ids.values, ids.offsets[1:-1])]
         with torch.no_grad():
-            call = encoder.collate(features, np.arange(len(GRAPH_TEXTS)), int(features.lengths.max()))
+            call = encoder.collate(features, np.arange(len(texts)), int(features.lengths.max()))
             wanted[side] = encoder(call).double().numpy()
     (folder / GRAPH).parent.mkdir()
-    _trace(encoder, inputs["query"][:3], folder / GRAPH, request.opset)
+    _trace(encoder, inputs["query"][:3], folder / GRAPH, options.opset)
     names = [GRAPH]
-    if request.int8:
+    if options.int8:
         _quantize(folder / GRAPH, folder / QUANTIZED)
         names.append(QUANTIZED)
     graphs = []
@@ -88,18 +120,20 @@ def write_graphs(encoder: Encoder, folder: Path, request: GraphRequest) -> tuple
         cosine, length = np.min(pairs, axis=0).tolist()
         files = [folder / name, *(folder / name).parent.glob(f"{(folder / name).name}[._]data")]
         size = sum(path.stat().st_size for path in files)
-        graphs.append(Graph(name, size, cosine, length, len(wanted) * len(GRAPH_TEXTS)))
-        if not min(cosine, length) >= LEAST and not request.allow_lower:
+        graphs.append(Graph(name, size, cosine, length, len(wanted) * len(texts)))
+        if not min(cosine, length) >= LEAST and not options.allow_lower:
             what = "cosine" if not cosine >= LEAST else "ratio of lengths"
             raise MachineError(
                 f"{name}: the {what} of its vectors to the model's is {min(cosine, length):.5f} at the least, below "
                 f"{LEAST}; nothing was written. Measure what that costs on your data, and write it with --allow-lower"
             )
-    return tuple(graphs)
+    return graphs
 
 
 def _padded(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return token ids and mask (R, T); what the mask leaves out may be any token."""
+    import numpy as np
+
     width = max(map(len, rows))
     ids_RT = np.stack([np.pad(row, (0, width - len(row)), mode="edge") for row in rows])
     mask_RT = (np.arange(width) < np.array([[len(row)] for row in rows])).astype(np.int64)
@@ -109,6 +143,7 @@ def _padded(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[n
 def _trace(encoder: Encoder, rows: list[NDArray[np.int64]], path: Path, opset: int | None) -> None:
     """Write the graph of an encoder, traced on a few rows."""
     import onnx
+    import torch
 
     # Several rows of several lengths: the tracer takes an axis of 1 for a constant.
     example = tuple(torch.from_numpy(values) for values in _padded(rows))
@@ -164,6 +199,7 @@ def _agreement(path: Path, rows: list[NDArray[np.int64]], wanted_RE: NDArray[np.
 
     Each row is put in alone, and all rows in one call: a graph that took a size for a constant differs in one of them.
     """
+    import numpy as np
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -182,3 +218,13 @@ def _agreement(path: Path, rows: list[NDArray[np.int64]], wanted_RE: NDArray[np.
     cosines_2R = (vectors_2RE * wanted_RE).sum(axis=-1) / (lengths_2R * own_R)
     ratios_2R = np.minimum(lengths_2R / own_R, own_R / lengths_2R)
     return float(cosines_2R.min()), float(ratios_2R.min())
+
+
+ONNX = ExportFormat(
+    name="onnx",
+    write=write_graphs,
+    form="sentence-transformers",
+    obstacle=lambda encoder: encoder.why_no_graph(),
+    packages=("onnx", "onnxruntime", "onnxscript"),
+    extra="onnx",
+)

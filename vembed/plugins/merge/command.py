@@ -14,8 +14,8 @@ from vembed.entrypoints.options import ModelOptions, check, parse_words
 from vembed.errors import ConfigError, ExitCode
 from vembed.evaluation.keys import metrics_that_choose
 from vembed.files import clean_beside, home_path
+from vembed.plugins.merge.keys import WEIGHT_NOISE, MergeKeys, work_folder
 from vembed.section import option, word
-from vembed.workflows.merging.keys import WEIGHT_NOISE, MergeKeys, work_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str) -> int:
         from vembed.distributed.runtime import start_runtime
         from vembed.models.export import refuse_taken
         from vembed.models.names import locate_model
-        from vembed.workflows.merging.merge import merge_models
+        from vembed.plugins.merge.merge import merge_models
 
         quiet_libraries()
         refuse_taken(output, overwrite=options.overwrite, source=None)

@@ -1,11 +1,8 @@
 """Published data sets in the form that they are published in: `NAME:FOLDER`, read from a local folder.
 
-Here: one file per set, the table of their names, which split a role gets, and where a set's parts lie. Not here:
-downloading anything, and how records are batched. A file or folder whose own name begins with a preset's is named with
-its folder, `./sop:mine.jsonl`.
-
-A set is a file with two functions, which return a split as records and as a retrieval task, and a `Preset` with both;
-its name stands in `PRESETS`. It is imported when its name is first used.
+Here: the table of their names, which split a role gets, and where a set's parts lie. Not here: the sets themselves
+(vembed/plugins/sets), downloading anything, and how records are batched. A file or folder whose own name begins with a
+preset's is named with its folder, `./sop:mine.jsonl`.
 """
 
 from __future__ import annotations
@@ -33,9 +30,9 @@ if TYPE_CHECKING:
 PRESETS = Registry(
     "published data set",
     {
-        "flickr30k": "vembed.data.presets.flickr30k:PRESET",
-        "sop": "vembed.data.presets.sop:PRESET",
-        "cirr": "vembed.data.presets.cirr:PRESET",
+        "flickr30k": "vembed.plugins.sets.flickr30k:PRESET",
+        "sop": "vembed.plugins.sets.sop:PRESET",
+        "cirr": "vembed.plugins.sets.cirr:PRESET",
     },
 )
 """Name before the colon -> the `Preset`."""

@@ -9,10 +9,9 @@ the vectors depend on, so that a rerun does only what is new, and a changed mode
 from __future__ import annotations
 
 import difflib
-import functools
+from functools import cached_property
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,14 +26,14 @@ from vembed.vectors.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
 from vembed.vectors.provenance import digest, features_digest, model_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from vembed.api.model import EmbeddingModel
-    from vembed.batch import Modality
+    from vembed.batch import Modality, Side
     from vembed.data.python_rows import ItemInput
     from vembed.models.encoder import Encoder
-
-Encode = TypeVar("Encode", bound="Callable[..., Any]")
 
 EXTRA = "mteb"
 UNSET = ("license", "open_weights", "public_training_code", "public_training_data", "release_date", "languages")
@@ -56,21 +55,60 @@ class TaskScore(NamedTuple):
     value: float  # its mean over the splits and subsets of the task
 
 
-def taken_by_mteb(encode: Encode) -> Encode:
-    """Let the method that encodes rows of a side also take MTEB's batches, with what MTEB says beside them."""
+class MtebModel:
+    """A model of `vembed.load` under the interface that MTEB gives encoders: `mteb.evaluate(MtebModel(model), tasks)`.
 
-    @functools.wraps(encode)
-    def either(model: EmbeddingModel, *given: Any, **named: Any) -> Any:
-        # MTEB calls encode with batches and keywords of its own; everybody else gives rows and a side.
-        if "task_metadata" not in named:
-            return encode(model, *given, **named)
-        (batches,) = given  # columns `text`, `image` or both
-        # MTEB names a side in retrieval alone; elsewhere texts are alike and count as queries.
-        side = "document" if named.get("prompt_type") == "document" else "query"
-        parts = [encode(model, rows, side, batch_size=named["batch_size"]) for rows in _slices(batches, model)]
+    MTEB takes the model itself as well, which makes one of these when MTEB first asks it for anything.
+    """
+
+    def __init__(self, model: EmbeddingModel) -> None:
+        self._model = model
+
+    @cached_property
+    def mteb_model_meta(self) -> Any:
+        """Facts about the model, an `mteb.models.ModelMeta`.
+
+        Raises:
+            ConfigError: MTEB isn't installed.
+        """
+        model, encoder = self._model, self._model.item_encoder(1).encoder
+        meta = import_extra("mteb.models", EXTRA, "the model card of MTEB").ModelMeta
+        known = {
+            "loader": None,
+            "name": _name(model.name),
+            "revision": _revision(model, encoder),
+            "n_parameters": sum(parameter.numel() for parameter in encoder.parameters()),
+            "max_tokens": model.max_length,
+            "embed_dim": model.dimension,
+            "similarity_fn_name": str(model.similarity),
+            "use_instructions": any(model.prompts.values()),
+            "framework": ["PyTorch"],
+            "modalities": sorted({name for taken in model.takes for name in MODALITIES[taken]}, reverse=True),
+        }
+        return meta(**known, **UNKNOWN)
+
+    def encode(
+        self, batches: Iterable[Mapping[str, Any]], *, batch_size: int, prompt_type: str | None = None, **_: Any
+    ) -> NDArray[np.float32]:
+        """Return the vectors of MTEB's batches, (rows, dimension).
+
+        Args:
+            batches: Columns `text`, `image` or both.
+            prompt_type: Names a side in retrieval alone; elsewhere texts are alike and count as queries.
+        """
+        # MTEB's names of sides are texts of an enumeration, which compare as texts do.
+        side: Side = "document" if prompt_type == "document" else "query"
+        model = self._model
+        parts = [model.encode(rows, side, batch_size=batch_size) for rows in _slices(batches, model)]
         return np.concatenate(parts) if parts else np.zeros((0, model.dimension), dtype=np.float32)
 
-    return cast("Encode", either)
+    def similarity(self, queries: Any, documents: Any) -> NDArray[np.float32]:
+        """Return the score of each query for each document."""
+        return self._model.similarity(queries, documents)
+
+    def similarity_pairwise(self, queries: Any, documents: Any) -> NDArray[np.float32]:
+        """Return the score of each query for the document of the same row."""
+        return self._model.similarity_pairwise(queries, documents)
 
 
 def _slices(batches: Iterable[Mapping[str, Any]], model: EmbeddingModel) -> Iterator[list[ItemInput]]:
@@ -95,28 +133,6 @@ def _slices(batches: Iterable[Mapping[str, Any]], model: EmbeddingModel) -> Iter
             rows = []
     if rows:
         yield rows
-
-
-def model_meta(model: EmbeddingModel, encoder: Encoder) -> Any:
-    """Return what MTEB wants to know of a model, an `mteb.models.ModelMeta`.
-
-    Raises:
-        ConfigError: MTEB isn't installed.
-    """
-    meta = import_extra("mteb.models", EXTRA, "the model card of MTEB").ModelMeta
-    known = {
-        "loader": None,
-        "name": _name(model.name),
-        "revision": _revision(model, encoder),
-        "n_parameters": sum(parameter.numel() for parameter in encoder.parameters()),
-        "max_tokens": model.max_length,
-        "embed_dim": model.dimension,
-        "similarity_fn_name": str(model.similarity),
-        "use_instructions": any(model.prompts.values()),
-        "framework": ["PyTorch"],
-        "modalities": sorted({name for taken in model.takes for name in MODALITIES[taken]}, reverse=True),
-    }
-    return meta(**known, **UNKNOWN)
 
 
 def _name(name: str) -> str:
@@ -211,18 +227,3 @@ def run_tasks(model: EmbeddingModel, tasks: Iterable[Any], output: Path, *, batc
             ) from error
         (result,) = results.task_results
         yield TaskScore(name, task.metadata.main_score.replace("_at_", "@"), float(result.get_score()))
-
-
-def scores_table(scores: Mapping[str, Sequence[TaskScore]]) -> list[str]:
-    """Return the lines of a table: a task in a line, a model in a column, and the mean of all tasks."""
-    from vembed.pages.page import Table
-    from vembed.pages.terminal import table_lines
-    from vembed.pages.text import metric_text
-
-    rows = list(zip(*scores.values(), strict=True))
-    measures = {row[0].measure for row in rows}
-    lines = [[row[0].task, row[0].measure, *(metric_text(score.value) for score in row)] for row in rows]
-    if len(rows) > 1:
-        means = [metric_text(fmean(score.value for score in column)) for column in scores.values()]
-        lines.append([f"mean of {len(rows)} tasks", measures.pop() if len(measures) == 1 else "", *means])
-    return table_lines(Table(["task", "measure", *scores], lines, words=frozenset({0, 1})))

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 def _run(given: Mapping[str, Any]) -> int:
     options = check(PushOptions, given)
     from vembed.pages.text import bytes_text
-    from vembed.workflows.publishing.push import push_model
+    from vembed.plugins.push.push import push_model
 
     quiet_libraries()
     with StopSignal(advice="nothing was sent, push again") as stop:

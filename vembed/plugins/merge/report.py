@@ -9,7 +9,7 @@ from vembed.evaluation.benchmark.names import model_labels
 from vembed.pages.charts import BETTER, INK, LARGE_INCHES, LINE, SERIES, chart_axes, inline_svg, set_ticks
 from vembed.pages.page import Cell, Figure, Note, Page, Row, Section, Table, command_blocks, pairs_table
 from vembed.pages.text import metric_text, signed_text
-from vembed.workflows.merging.choose import shown_weights
+from vembed.plugins.merge.choose import shown_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
     from vembed.evaluation.judge import Comparison
-    from vembed.workflows.merging.choose import Choice, Point
+    from vembed.plugins.merge.choose import Choice, Point
 
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 

@@ -21,7 +21,7 @@ from vembed.data.formats import iter_rows
 from vembed.data.read import read
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.registry import FORMATS
-from vembed.testing.formats import FormatContract, Row, pairs
+from vembed.testing.formats import NUM_ROWS, FormatContract, Row, pairs
 
 ROOT = Path(vembed.__file__).parents[1]
 RECIPE = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## Add a data format")[2].partition("\n## ")[0]
@@ -275,6 +275,30 @@ def test_what_a_plugin_yields_is_checked_as_a_row_of_json_is(rows_of: Callable[.
     assert "  a.toy:5: expected a JSON object, got list" in lines
     assert "  a.toy:9: not whole" in lines
     assert "  a.toy:12: query: expected text, got the number 1" in lines
+
+
+def test_a_format_named_like_jsonl_is_read_by_its_plugin_in_every_way(registered: None, tmp_path: Path) -> None:
+    @vembed.register_format(".jsonlines")
+    def marked(path: Path) -> Iterator[tuple[int, Row]]:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            row = json.loads(line)
+            yield number, {**row, "query": f"plugin: {row['query']}"}
+
+    # The rows are JSONL as well, so that our own reader would take them without a word.
+    path = tmp_path / "rows.jsonlines"
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs()))
+    expected = [f"plugin: {row['query']}" for row in pairs()]
+    source = read(str(path), "train")
+    assert [row["query"] for row in source.raw_rows(NUM_ROWS)] == expected
+    assert [record.query for record in source.records().table] == expected
+    assert [*source.judged().queries.values()] == expected
+
+
+def test_a_cell_of_parquet_without_a_python_value_is_told_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    assert TestParquet().write_unreadable(path, pairs(), 3)
+    with pytest.raises(DataError, match=r"rows\.parquet:3: positive: a value of type string invalid UTF-8"):
+        read(str(path), "train").records()
 
 
 def test_rows_that_are_kept_follow_from_the_code_that_read_them(

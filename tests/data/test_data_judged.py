@@ -405,7 +405,7 @@ def test_a_column_mapping_has_no_effect_on_a_beir_folder(beir_files: Path) -> No
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "*.jsonl", "{0..3}.jsonl", "flickr30k:nowhere"])
 def test_what_a_command_was_given_is_named_as_the_command_names_it(name: str, tmp_path: Path) -> None:
-    options = {"role": "test", "named": ("--data", "--split")}
+    options = {"role": "test", "user_names": ("--data", "--split")}
     with pytest.raises(DataError, match=r"^--data: "):
         read(f"{tmp_path}/{name}" if ":" not in name else name, **options).judged()
 
@@ -414,7 +414,7 @@ def test_a_split_that_is_not_there_is_named_as_the_command_names_it(tmp_path: Pa
     rows = '{"query": "a", "positive": "b"}\n'
     (tmp_path / "train.jsonl").write_text(rows)
     (tmp_path / "dev.jsonl").write_text(rows)
-    options = {"role": "test", "split": "tset", "named": ("--data", "--split")}
+    options = {"role": "test", "split": "tset", "user_names": ("--data", "--split")}
     with pytest.raises(DataError, match="Choose one with --split, or name the file in --data"):
         read(str(tmp_path), **options).judged()
     (tmp_path / "qrels").mkdir()

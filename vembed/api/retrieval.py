@@ -91,7 +91,7 @@ def evaluate(
     keys = DataKeys(image_root=root, max_image_pixels=limits.max_pixels, label_kind=label_kind)
     # A path and rows in memory are read by the same code: rows are a file in a temporary folder while they are read.
     with path_of(data, limits) as path:
-        task = read(path, "test", keys, split=split, named=("data", "split")).judged()
+        task = read(path, "test", keys, split=split, user_names=("data", "split")).judged()
     if not isinstance(data, (str, Path)):
         task = replace(task, name="data")
     loaded = model if isinstance(model, EmbeddingModel) else load(model)

@@ -191,7 +191,7 @@ class ProblemLog:
         first = known.first if len(known.first) >= MAX_PLACES else [*known.first, (where, reason)]
         self.kinds[name] = Kind(known.size + 1, first, is_same)
 
-    def check(self, source: str, num_rows: int | None = None) -> None:
+    def refuse_over_budget(self, source: str, num_rows: int | None = None) -> None:
         """Refuse the source when its invalid rows are over the budget.
 
         Args:
@@ -467,7 +467,7 @@ class RowChecker:
         cell = None if source is None else row[source]
         if cell is None or (self._cells_are_text and not cell.strip()):
             if column.required:
-                needed = f"loss_type {self._loss.name} needs it: {column.meaning}"
+                needed = self._loss.reason_for(column)
                 raise Fault(source or column.name, f"empty; {needed}" if source else needed, missing=source is None)
             return column.typed(column.default)
         number = _number_in(cell, cells_are_text=self._cells_are_text)
@@ -527,7 +527,7 @@ class UnclearLabels:
         if len(self._numbers) < 6:
             self._numbers.add(number)
 
-    def check(self) -> None:
+    def refuse_any(self) -> None:
         """Refuse the source when there are any.
 
         Raises:
@@ -536,11 +536,12 @@ class UnclearLabels:
         if not self._numbers:
             return
         column, beside, where = self._first
-        shown = [str(each).lower() if isinstance(each, bool) else f"{each:.6g}" for each in sorted(self._numbers)]
+        numbers = sorted(self._numbers)
+        shown = [str(number).lower() if isinstance(number, bool) else f"{number:.6g}" for number in numbers]
         last = ", ..." if len(shown) > 5 else f" and {shown[-1]}" * (len(shown) > 1)
-        numbers = ", ".join(shown[:5] if len(shown) > 5 else shown[:-1] or shown) + last
+        listed = ", ".join(shown[:5] if len(shown) > 5 else shown[:-1] or shown) + last
         raise DataError(
-            f"{where}: {column} holds {numbers} beside {beside}, which may say three things. Set label_kind:\n"
+            f"{where}: {column} holds {listed} beside {beside}, which may say three things. Set label_kind:\n"
             "  class  it names the row's class, a number or a text; rows of one class are positives of each other\n"
             "  pair   1: query and document belong together, 0: they don't (for losses that take listed pairs)\n"
             "  grade  how close query and document are, higher is closer (for losses that take listed pairs)\n"

@@ -128,6 +128,10 @@ class LossNeeds:
     score_bounds: tuple[float, float] = (-math.inf, math.inf)  # the least and the most that it takes as a pair's score
     of_source: tuple[LossNeeds, ...] = ()  # where each source has a loss of its own: those of each
 
+    def reason_for(self, column: ExtraColumn) -> str:
+        """Return in words why rows need a column."""
+        return f"loss_type {self.name} needs it: {column.meaning}"
+
     def for_source(self, number: int) -> LossNeeds:
         """Return those on the rows of a source; columns of other sources' losses are read where the rows have them."""
         if not self.of_source:
@@ -233,7 +237,7 @@ class ColumnResolver:
         self._used: dict[str, dict[str, None]] = {}  # our column -> ordered set of those that were read as it
         self._guessed: dict[str, None] = {}
         self._ignored: dict[str, None] = {}
-        self.tables: dict[str, None] = {}  # set by whoever reads tables
+        self._tables: dict[str, None] = {}  # ordered set of how cells were told apart
 
     @property
     def seen(self) -> tuple[str, ...]:
@@ -282,11 +286,15 @@ class ColumnResolver:
                 )
                 raise DataError(msg)
 
-    def read(self) -> ColumnsRead:
+    def note_table(self, words: str) -> None:
+        """Note how the cells of a table were told apart, where the suffix of its file doesn't say it."""
+        self._tables[words] = None
+
+    def summary(self) -> ColumnsRead:
         """Return what every column met so far was read as."""
         used = {ours: tuple(sources) for ours, sources in self._used.items()}
         ignored = [name for name in self._ignored if not any(name in sources for sources in used.values())]
-        return ColumnsRead(used, tuple(self._guessed), tuple(ignored), tuple(self.tables))
+        return ColumnsRead(used, tuple(self._guessed), tuple(ignored), tuple(self._tables))
 
     def missing(self, column: str, names: Iterable[str]) -> str:
         """Return why a row without a column is refused, and how to name its columns.

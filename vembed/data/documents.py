@@ -21,7 +21,8 @@ from vembed.data.check import Fault, ProblemLog, checked_id, document_item, docu
 from vembed.data.columns import closest, listing
 from vembed.data.formats import SHARD_SUFFIX, iter_rows, row_suffixes
 from vembed.data.images import PictureFault, content_name
-from vembed.data.lines import nearest_entry, text_rows
+from vembed.data.lines import Unreadable, text_rows
+from vembed.data.row_files import nearest_entry
 from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder
 from vembed.text import cut, plural
@@ -188,7 +189,7 @@ class Corpus:
         is_text = file.name.lower().endswith(TEXT_FILES)
         for line, row in text_rows(file) if is_text else iter_rows(file, self._wanted(file.name)):
             where = f"{file.name}:{line}"
-            if isinstance(row, str):
+            if isinstance(row, Unreadable):
                 self._log.add(where, row)
                 continue
             if is_text and not row["text"]:

@@ -2,13 +2,13 @@
 
 A format is a `RowFormat` in the table `FORMATS` (vembed/registry.py), where a plugin adds its own by `register_format`.
 Rows are (line, columns) pairs, read a few at a time, so that memory doesn't grow with the file. A row that can't be
-read is its reason, a plain sentence, in place of a dictionary: the caller's policy decides. What makes the rest of the
-file unreadable is a `DataError` with file:line.
+read is an `Unreadable`, a plain sentence, in place of a dictionary: the caller's policy decides. What makes the rest of
+the file unreadable is a `DataError` with file:line.
 
-Tables of text: the delimiter is the suffix's own where it splits the first lines evenly, each into as many cells, and
-more than one; where it doesn't and one other does, that one is taken, and the plan says so. Cells may stand in quotes,
-as RFC 4180 has it. TSV as such has no quotes: where each line has as many cells as the header, and quotes would break
-rows or join several into one, they are characters like others.
+Tables of text: the delimiter is the suffix's where it splits the first lines evenly, each into as many cells, and more
+than one; where it doesn't and one other does, that one is taken, and the plan says so. Cells may stand in quotes, as
+RFC 4180 has it. TSV as such has no quotes: where each line has as many cells as the header, and quotes would break rows
+or join several into one, they are characters like others.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from vembed.data import lines
+from vembed.data import lines  # for `lines.MAX_LINE_BYTES`: tests set it lower, which an imported name would not see
 from vembed.data.lines import (
     MAX_COLUMNS,
     RawRow,
-    first_character,
+    Unreadable,
+    first_visible_byte,
     jsonl_rows,
     numbered_lines,
+    os_errors_named,
     pieces,
-    reading,
     repeated,
-    row_or_reason,
+    row_of,
     too_long,
     unique_keys,
 )
@@ -47,9 +48,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     Wanted: TypeAlias = Callable[[Sequence[str]], Sequence[str]]
-    """Given the columns of a columnar file, returns those to read."""
+    """Given the columns of a columnar file, returns those to read; the default `list` wants all columns."""
 
-    PluginRows: TypeAlias = Callable[[Path], Iterable[RawRow]]
+    PluginRows: TypeAlias = Callable[[Path], Iterable[tuple[int, dict[str, Any] | str]]]
 
 SHARD_SUFFIX = ".tar"
 NAMED_SUFFIXES = (".txt", ".txt.gz")
@@ -86,7 +87,7 @@ def register_format(suffix: str) -> Callable[[PluginRows], PluginRows]:
             line = 0
             try:
                 for line, row in function(path):
-                    yield line, row if isinstance(row, str) else row_or_reason(row)
+                    yield line, Unreadable(row) if isinstance(row, str) else row_of(row)
             except (ValueError, EOFError) as error:  # of Python's decoders; any other error is a fault of the code
                 reason = str(error) or type(error).__name__
                 raise DataError(f"{path.name}:{line}: can't be read on as {suffix}: {reason}") from error
@@ -128,13 +129,13 @@ def iter_rows(path: Path, wanted: Wanted = list, form: TableForm | None = None) 
 
     Args:
         wanted: Given the columns of a columnar file, says which to read.
-        form: Of a table of text; None tells it from the file.
+        form: Of a table of text; None finds it in the file.
 
     Raises:
         DataError: The file is empty, or can't be read on.
         MachineError: The operating system refuses to read it.
     """
-    with reading(path):
+    with os_errors_named(path):
         yield from format_of(path).rows(path, wanted) if form is None else table_rows(path, form)
 
 
@@ -146,23 +147,23 @@ def json_rows(path: Path) -> Iterator[RawRow]:
 
     One object and one piece of the file are in memory at a time, so that a list may be longer than memory.
     """
-    if first_character(path) != b"[":
+    if first_visible_byte(path) != b"[":
         yield from jsonl_rows(numbered_lines(path))
         return
     text = _JsonText(path)
     text.skip(1)
-    while text.next() != "]":
+    while text.peek() != "]":
         line = text.line
-        yield line, row_or_reason(text.value())
-        following = text.next()
+        yield line, row_of(text.value())
+        following = text.peek()
         if following == ",":
             text.skip(1)
-            if text.next() == "]":
+            if text.peek() == "]":
                 raise text.broken("a comma before the end of the list")
         elif following != "]":
             raise text.broken("expected ',' or ']' after an object")
     text.skip(1)
-    if text.next():
+    if text.peek():
         raise text.broken("text after the end of the list")
 
 
@@ -179,21 +180,21 @@ class _JsonText:
         self._decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
         self._text, self._at = "", 0
         self._line, self._counted = 1, 0  # the line of the character at `_counted`, which only moves on
-        self.next()
+        self.peek()
 
     @property
     def line(self) -> int:
         """Line of the position, counted from 1."""
         return self._line_at(self._at)
 
-    def next(self) -> str:
-        """Go to the next character that is no white space, and return it; "" at the end."""
+    def peek(self) -> str:
+        """Skip white space, and return the character behind it without going on; "" at the end."""
         while True:
             match = self._SPACE.match(self._text, self._at)
             self._at = self._at if match is None else match.end()
             if self._at < len(self._text):
                 return self._text[self._at]
-            if not self._more():
+            if not self._read_more():
                 return ""
 
     def skip(self, count: int) -> None:
@@ -212,12 +213,12 @@ class _JsonText:
             except json.JSONDecodeError as error:
                 # An error near the end of what is held may only say that the value goes on in the next piece.
                 was_cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - self.NEAR_END
-                if was_cut and self._more():
+                if was_cut and self._read_more():
                     continue
                 raise self.broken(error.msg, error.pos) from error
             except (ValueError, RecursionError) as error:
                 raise self.broken(str(error)) from error
-            if end == len(self._text) and isinstance(value, (int, float)) and self._more():
+            if end == len(self._text) and isinstance(value, (int, float)) and self._read_more():
                 continue  # a number may go on as well
             self._at = end
             return value
@@ -227,7 +228,7 @@ class _JsonText:
         line = self._line_at(self._at if position is None else position)
         return DataError(f"{self._name}:{line}: bad JSON: {reason}")
 
-    def _more(self) -> bool:
+    def _read_more(self) -> bool:
         """Let go of what was read and add as much text as is left, at least one piece; return whether there was any."""
         rest = self._text[self._at :]
         if len(rest) > lines.MAX_LINE_BYTES:
@@ -238,7 +239,7 @@ class _JsonText:
             added.append(piece)
             num_wanted -= len(piece)
         if added:
-            self._line_at(self._at)
+            self._line_at(self._at)  # counts the lines of the text that is let go
             self._text, self._at, self._counted = "".join((rest, *added)), 0, 0
         return bool(added)
 
@@ -254,11 +255,11 @@ class _JsonText:
 DELIMITERS = {"\t": "tabs", ";": "semicolons", ",": "commas", "|": "pipes"}
 """Characters that may stand between cells, and their names in messages."""
 
-OWN_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+SUFFIX_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """Suffix -> the delimiter that it stands for; .txt stands for none."""
 
 SAMPLE_LINES, SAMPLE_BYTES = 1000, 2**20
-"""Most lines, and most bytes of them, that the delimiter is told from."""
+"""Most lines, and most bytes of them, in which the delimiter is sought."""
 
 
 class TableForm(NamedTuple):
@@ -275,13 +276,15 @@ class TableForm(NamedTuple):
 
     def unusual(self, path: Path) -> str:
         """Return in words what the file's suffix doesn't say, or nothing."""
-        is_expected = self.delimiter == _own_delimiter(path)
+        is_expected = self.delimiter == _suffix_delimiter(path)
         delimiter = "" if is_expected else f"cells split at {DELIMITERS[self.delimiter]}"
         return ", ".join(filter(None, (delimiter, "" if self.has_quotes else "quotes read as characters")))
 
 
 def table_form(path: Path) -> TableForm:
-    """Tell how a file's cells are told apart.
+    """Find the delimiter in the first 1,000 lines, and for tabs whether quotes are characters.
+
+    The latter reads the whole file once, or twice where a cell begins with a quote.
 
     Raises:
         DataError: Several delimiters split the lines evenly, or a .txt file has none that does.
@@ -295,26 +298,31 @@ def table_form(path: Path) -> TableForm:
             is_whole = False
             break
         sample.append(line.decode(errors="surrogateescape"))
-    of_suffix = _own_delimiter(path)
-    even = [candidate for candidate in DELIMITERS if _splits_evenly(sample, candidate, is_whole=is_whole)]
-    if of_suffix is not None and not even and any('"' in line for line in sample):
+    expected = _suffix_delimiter(path)
+    fitting = [candidate for candidate in DELIMITERS if _splits_evenly(sample, candidate, is_whole=is_whole)]
+    if expected is not None and not fitting and any('"' in line for line in sample):
         # One bad quote breaks the cells of all that follows. Then a delimiter counts that is as often in most lines as
         # in the header, whatever the quotes.
         filled = [line for line in sample if line.strip("\r\n")]
-        counts = {candidate: [line.count(candidate) for line in filled] for candidate in DELIMITERS}
-        even = [candidate for candidate, of in counts.items() if of[0] > 0 and of.count(of[0]) > len(of) / 2]
-    if of_suffix not in even and len(even) > 1:
-        names = " and ".join(DELIMITERS[candidate] for candidate in even)
+        for delimiter in DELIMITERS:
+            per_line = [line.count(delimiter) for line in filled]
+            if per_line[0] > 0 and per_line.count(per_line[0]) > len(per_line) / 2:
+                fitting.append(delimiter)
+    # Where none fits, that of the suffix: each row will say how many cells it lacks.
+    if expected in fitting or (expected is not None and not fitting):
+        delimiter = expected
+    elif len(fitting) > 1:
+        names = " and ".join(DELIMITERS[candidate] for candidate in fitting)
         raise DataError(
             f"{path.name}: {names} both split its lines evenly: save it as .csv with commas or .tsv with tabs"
         )
-    if of_suffix is None and not even:
+    elif fitting:
+        delimiter = fitting[0]
+    else:
         raise DataError(
             f"{path}: unknown kind of file: a .txt file holds rows where tabs, semicolons, commas or pipes split every "
             "line into as many cells as the header; save other data as .jsonl, .csv or .parquet"
         )
-    delimiter = of_suffix if of_suffix in even or not even else even[0]
-    assert delimiter is not None
     return TableForm(delimiter, not (delimiter == "\t" and _quotes_are_characters(path)))
 
 
@@ -322,7 +330,7 @@ def table_rows(path: Path, form: TableForm | None = None) -> Iterator[RawRow]:
     """Yield (the line that a row begins on, its columns or why it can't be read).
 
     Args:
-        form: None tells it from the file.
+        form: None finds it in the file.
 
     Raises:
         DataError: The header is broken, a row is too long, or a quote is never closed.
@@ -340,7 +348,7 @@ def table_rows(path: Path, form: TableForm | None = None) -> Iterator[RawRow]:
             except StopIteration:
                 break
             except csv.Error as error:
-                if source.ended:
+                if source.ended:  # inside quotes
                     raise DataError(
                         f"{path.name}:{begin}: bad quoting: the quote that opens here is never closed"
                     ) from error
@@ -349,9 +357,9 @@ def table_rows(path: Path, form: TableForm | None = None) -> Iterator[RawRow]:
                     reason = "a line ends with \\r alone; save the file so that lines end with \\n"
                 if header is None:
                     raise DataError(f"{path.name}:{begin}: bad header: {reason}") from error
-                yield begin, f"bad quoting or cells: {reason}"
+                yield begin, Unreadable(f"bad quoting or cells: {reason}")
                 continue
-            if not cells or cells == [""]:
+            if _is_blank(cells):
                 continue
             if header is None:
                 header = [cell.strip() for cell in cells]
@@ -362,11 +370,12 @@ def table_rows(path: Path, form: TableForm | None = None) -> Iterator[RawRow]:
                 if len(set(header)) != len(header):
                     twice = quoted(repeated(header)) if repeated(header) else "a column without a name"
                     raise DataError(f"{path.name}:{begin}: the header names {twice} twice")
-            elif source.holds_rows(len(header)):
-                below = plural(source.height - 1, "line")
-                yield begin, f"bad quoting: a quote opens here and closes {below} below; each line is a row by itself"
+            elif source.looks_like_joined_rows(len(header)):
+                below = plural(source.num_lines - 1, "line")
+                reason = f"bad quoting: a quote opens here and closes {below} below; each line is a row by itself"
+                yield begin, Unreadable(reason)
             elif len(cells) != len(header):
-                yield begin, f"{len(cells)} cells for {len(header)} columns"
+                yield begin, Unreadable(f"{len(cells)} cells for {len(header)} columns")
             else:
                 yield begin, dict(zip(header, cells, strict=True))
 
@@ -384,13 +393,13 @@ class _TableLines:
 
     def begin_row(self) -> int:
         """Forget the lines of the last row, and return the number of the next line."""
-        self._num_bytes = self.height = 0
+        self._num_bytes = self.num_lines = 0
         self._widths: set[int] = set()
         return self._number + 1
 
-    def holds_rows(self, width: int) -> bool:
+    def looks_like_joined_rows(self, width: int) -> bool:
         """Return whether the row spans lines each of which splits at tabs into as many cells as a row has."""
-        return self._delimiter == b"\t" and self.height > 1 and self._widths == {width}
+        return self._delimiter == b"\t" and self.num_lines > 1 and self._widths == {width}
 
     def __iter__(self) -> _TableLines:
         return self
@@ -401,7 +410,7 @@ class _TableLines:
         except StopIteration:
             self.ended = True
             raise
-        self.height += 1
+        self.num_lines += 1
         self._num_bytes += len(line)
         self._widths.add(line.count(self._delimiter) + 1)
         if self._num_bytes > lines.MAX_LINE_BYTES:
@@ -421,7 +430,8 @@ def _splits_evenly(sample: Sequence[str], delimiter: str, *, is_whole: bool) -> 
         reader = TableForm(delimiter).reader(iter(sample))
         try:
             for cells in reader:
-                widths |= {len(cells)} if cells and cells != [""] else set()
+                if not _is_blank(cells):
+                    widths.add(len(cells))
         except csv.Error:
             if is_whole or reader.line_num < len(sample):  # else a row that continues after the sample
                 return False
@@ -432,33 +442,39 @@ def _quotes_are_characters(path: Path) -> bool:
     """Return whether quotes of a table with tabs are characters: read as quotes, they would break rows or join them."""
     # Two passes over the whole file, the second only where a cell begins with a quote: a quote in row 900,000 decides
     # as well, and a wrong guess would join the rows up to the next quote without a word.
-    width, opens = 0, False
+    width, has_quoted_cell = 0, False
     for _, line in numbered_lines(path):
         if line.strip(b"\r\n"):
-            cells = line.count(b"\t") + 1
-            width = width or cells
-            opens = opens or line.startswith(b'"') or b'\t"' in line
-            if cells != width:
+            num_cells = line.count(b"\t") + 1
+            width = width or num_cells
+            has_quoted_cell = has_quoted_cell or line.startswith(b'"') or b'\t"' in line
+            if num_cells != width:
                 return False  # only quotes explain why lines differ
+    if not has_quoted_cell:
+        return False
     source = _TableLines(path, "\t")
     reader = TableForm("\t").reader(source)
     with _cell_limit(lines.MAX_LINE_BYTES):
         try:
-            while opens:
+            while True:
                 source.begin_row()
-                row = next(reader)
-                if row and row != [""] and (len(row) != width or source.holds_rows(width)):
+                cells = next(reader)
+                if not _is_blank(cells) and (len(cells) != width or source.looks_like_joined_rows(width)):
                     return True
         except StopIteration:
             return False
         except (csv.Error, DataError):  # a row of all lines up to the next quote, which is too far
             return True
-    return False
 
 
-def _own_delimiter(path: Path) -> str | None:
+def _is_blank(cells: list[str]) -> bool:
+    """Return whether a csv reader got the cells from a blank line."""
+    return not cells or cells == [""]
+
+
+def _suffix_delimiter(path: Path) -> str | None:
     """Return the delimiter that a file's suffix, without .gz, stands for."""
-    return OWN_DELIMITERS.get(PurePath(path.name.lower().removesuffix(".gz")).suffix)
+    return SUFFIX_DELIMITERS.get(PurePath(path.name.lower().removesuffix(".gz")).suffix)
 
 
 @contextmanager
@@ -495,12 +511,6 @@ MAX_ROWS_PER_BYTE, FREE_ROWS = 100, 1_000_000
 _NO_PYTHON_VALUE = (ArithmeticError, LookupError, TypeError, ValueError, NotImplementedError)
 
 
-class _Unreadable(str):
-    """Why a cell can't be a Python value."""
-
-    __slots__ = ()
-
-
 def parquet_rows(path: Path, wanted: Wanted) -> Iterator[RawRow]:
     """Yield (row counted from 1, its columns or why it can't be read); columns that nobody wants are not read.
 
@@ -510,7 +520,7 @@ def parquet_rows(path: Path, wanted: Wanted) -> Iterator[RawRow]:
     """
     import pyarrow.parquet as pq
 
-    def parts() -> Iterator[Iterable[dict[str, Any] | str]]:
+    def parts() -> Iterator[Iterable[dict[str, Any] | Unreadable]]:
         # By default Arrow holds whole row groups, gigabytes where they have pictures: read columns a little ahead only.
         with open_regular(path) as handle, pq.ParquetFile(handle, buffer_size=2**20, pre_buffer=False) as file:
             names = _wanted_columns(file.schema_arrow.names, wanted, path.name)
@@ -550,7 +560,7 @@ def arrow_rows(path: Path, wanted: Wanted) -> Iterator[RawRow]:
     """
     import pyarrow as pa
 
-    def parts() -> Iterator[Iterable[dict[str, Any] | str]]:
+    def parts() -> Iterator[Iterable[dict[str, Any] | Unreadable]]:
         with open_regular(path) as handle:
             size, is_file_form = os.fstat(handle.fileno()).st_size, handle.read(6) == b"ARROW1"
         with pa.memory_map(str(path)) as source:
@@ -575,7 +585,7 @@ def arrow_rows(path: Path, wanted: Wanted) -> Iterator[RawRow]:
     return _counted_rows(parts(), path, "Arrow")
 
 
-def _counted_rows(parts: Iterator[Iterable[dict[str, Any] | str]], path: Path, kind: str) -> Iterator[RawRow]:
+def _counted_rows(parts: Iterator[Iterable[dict[str, Any] | Unreadable]], path: Path, kind: str) -> Iterator[RawRow]:
     """Yield rows with their numbers, and turn Arrow's errors into one that names the row."""
     import pyarrow as pa
 
@@ -600,36 +610,35 @@ def _wanted_columns(names: list[str], wanted: Wanted, name: str) -> list[str]:
     return list(wanted(names))
 
 
-def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | str]:
-    """Yield the rows of a record batch; one of which a value has no Python form is its reason."""
+def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | Unreadable]:
+    """Yield the rows of a record batch; one with a value that has no Python form is unreadable."""
     if batch.nbytes > MAX_ROW_BYTES and batch.num_rows > 1:
         for number in range(batch.num_rows):  # one row at a time, which may be small
             yield from _batch_rows(batch.slice(number, 1))
         return
     if batch.nbytes > MAX_ROW_BYTES:
-        yield f"a row of over {MAX_ROW_BYTES // 2**20} MiB"
+        yield Unreadable(f"a row of over {MAX_ROW_BYTES // 2**20} MiB")
         return
     names = batch.schema.names
     columns: list[list[Any]] = []
-    may_fail = False
+    has_unreadable = False
     for column in batch.columns:
         try:
             columns.append(column.to_pylist())
         except _NO_PYTHON_VALUE:
-            may_fail = True
+            has_unreadable = True
             columns.append([])
             for value in column:  # cell by cell, so that one bad cell costs its row only
                 try:
                     columns[-1].append(value.as_py())
                 except _NO_PYTHON_VALUE as error:
                     reason = "invalid UTF-8" if isinstance(error, UnicodeDecodeError) else f"can't be read: {error}"
-                    columns[-1].append(_Unreadable(f"a value of type {column.type} {reason}"))
+                    columns[-1].append(Unreadable(f"a value of type {column.type} {reason}"))
     for cells in zip(*columns, strict=True) if columns else [()] * batch.num_rows:
         row = dict(zip(names, cells, strict=True))
-        unreadable = (
-            next((item for item in row.items() if isinstance(item[1], _Unreadable)), None) if may_fail else None
-        )
-        yield row if unreadable is None else f"{unreadable[0]}: {unreadable[1]}"
+        faults = (f"{name}: {cell}" for name, cell in row.items() if isinstance(cell, Unreadable))
+        fault = next(faults, None) if has_unreadable else None
+        yield row if fault is None else Unreadable(fault)
 
 
 # --- The formats of FORMATS

@@ -26,7 +26,7 @@ from vembed.data.columns import listing
 from vembed.data.formats import iter_rows
 from vembed.data.images import ImageRoot, content_name
 from vembed.data.keys import PATH_KEYS, SPLIT_NAMES, Role, missing_split, split_for
-from vembed.data.lines import numbered_lines
+from vembed.data.lines import Unreadable, numbered_lines
 from vembed.errors import DataError
 from vembed.files import is_file, is_folder
 from vembed.text import plural, quoted
@@ -425,7 +425,7 @@ def _identified(path: Path, log: ProblemLog, *, known: Mapping[str, Item]) -> It
     """Yield (file:line, id, row) of each row with a usable new id."""
     for line, row in iter_rows(path):
         where = f"{path.name}:{line}"
-        if isinstance(row, str):
+        if isinstance(row, Unreadable):
             log.add(where, row)
             continue
         try:

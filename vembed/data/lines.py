@@ -3,8 +3,8 @@
 1. A file, unpacked where it is gzip, is read in blocks of a few MiB that end where a line ends (`line_blocks`). What no
    honest set does ends the reading with a `DataError`, in place of hours or gigabytes: a line of over 64 MiB, a million
    blank lines in a row, a gzip file that unpacks to 200 times its size.
-2. JSONL is read line by line (`jsonl_rows`), where a line that can't be read is its reason in place of a dictionary; or
-   a block at once where all of its lines are alike (`rows_alike`), in a fraction of the time.
+2. JSONL is read line by line (`jsonl_rows`), where an `Unreadable` stands in place of a row that can't be read; or a
+   block at once where all of its lines are alike (`rows_alike`), in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import io
 import json
 import zlib
 from codecs import getincrementaldecoder
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from vembed.data.columns import closest
 from vembed.errors import DataError, MachineError
 from vembed.files import open_regular
 from vembed.text import quoted
@@ -28,8 +27,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-RawRow: TypeAlias = tuple[int, "dict[str, Any] | str"]
-"""(line counted from 1, the row's columns or why it can't be read)."""
+
+class Unreadable(str):
+    """Reason why a row can't be read, in words; it stands in place of the row."""
+
+    __slots__ = ()
+
+
+RawRow: TypeAlias = tuple[int, dict[str, Any] | Unreadable]
+"""(line counted from 1, column name -> value)."""
 
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line, row of CSV, or object of JSON: a binary file without line ends must not be read into memory whole."""
@@ -47,6 +53,7 @@ MAX_OBJECT_CHARACTERS = 512 * 2**20
 """Longest file that is one JSON object: it is read as a whole."""
 
 PIECE_BYTES, BLOCK_BYTES = 2**20, 4 * 2**20
+"""Bytes that are read at a time: of one text, and of lines."""
 
 UTF8_BOM = b"\xef\xbb\xbf"
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
@@ -87,9 +94,10 @@ class LineBlock(NamedTuple):
         # Blank lines at the end of this block count towards the limit in the next one. The last 1,000 bytes tell how
         # many there are, unless all of them are white space: only then the whole block is looked at.
         end = self.data if self.data[-1000:].isspace() else self.data[-1000:]
-        filled = len(end.rstrip())
-        num_blank = end.count(b"\n", filled) + (-1 if filled else self.num_blank)
-        return LineBlock(self.name, self.first + self.num_ends, num_blank, data)
+        num_visible = len(end.rstrip())
+        # Behind the last visible character: the first line end closes its line, each further one is a blank line.
+        num_trailing_blank = end.count(b"\n", num_visible) + (-1 if num_visible else self.num_blank)
+        return LineBlock(self.name, self.first + self.num_ends, num_trailing_blank, data)
 
 
 def line_blocks(path: Path) -> Iterator[LineBlock]:
@@ -101,18 +109,19 @@ def line_blocks(path: Path) -> Iterator[LineBlock]:
     """
     block, rest = LineBlock(path.name, 1, 0, b""), b""
     try:
-        with reading(path), _opened(path) as handle:
+        with os_errors_named(path), _opened(path) as handle:
             while True:
                 piece = handle.read1(BLOCK_BYTES)
-                end = piece.rfind(b"\n") + 1
-                if not end and piece and len(rest) + len(piece) <= MAX_LINE_BYTES:
+                num_whole = piece.rfind(b"\n") + 1  # bytes up to the last line end
+                if not num_whole and piece and len(rest) + len(piece) <= MAX_LINE_BYTES:
                     rest += piece  # inside a long line, which may be over the limit before it ends
                     continue
                 # At the end of the file, or where a line is too long, what there is becomes a block without a line end.
-                end = end or len(piece)
-                data, rest = b"".join((rest, memoryview(piece)[:end])), piece[end:]
+                num_whole = num_whole or len(piece)
+                data, rest = b"".join((rest, memoryview(piece)[:num_whole])), piece[num_whole:]
                 if data:
-                    block = block.followed_by(data if block.data else _without_bom(data, path))
+                    is_first = not block.data  # only the start of a file may have a byte order mark
+                    block = block.followed_by(_without_bom(data, path) if is_first else data)
                     yield block
                 if not piece:
                     break
@@ -141,7 +150,7 @@ def pieces(path: Path) -> Iterator[str]:
     decoder = getincrementaldecoder("utf-8")()
     line = 1
     try:
-        with reading(path), _opened(path) as handle:
+        with os_errors_named(path), _opened(path) as handle:
             piece = _without_bom(handle.read(PIECE_BYTES), path)
             while piece:
                 text = decoder.decode(piece)  # keeps back a character that the piece cuts in two
@@ -157,15 +166,15 @@ def pieces(path: Path) -> Iterator[str]:
         raise _broken_gzip(f"{path.name}:{line}", error) from error
 
 
-def first_character(path: Path) -> bytes:
-    """Return the first byte of a file that is no white space; none where there is none.
+def first_visible_byte(path: Path) -> bytes:
+    """Return the first byte that is no white space; b"" in a blank file.
 
     Raises:
         DataError: The file can't be read on.
         MachineError: The system refuses to read it, or it is no regular file.
     """
     try:
-        with reading(path), _opened(path) as handle:
+        with os_errors_named(path), _opened(path) as handle:
             piece = _without_bom(handle.read(PIECE_BYTES), path)
             while piece.isspace():
                 piece = handle.read(PIECE_BYTES)
@@ -181,18 +190,18 @@ def jsonl_rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[RawRow]:
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
-            yield number, f"invalid UTF-8 at byte {error.start + 1} of the line"
+            yield number, Unreadable(f"invalid UTF-8 at byte {error.start + 1} of the line")
             continue
         if not text.strip():
             continue
         try:
-            yield number, row_or_reason(decode(text))
+            yield number, row_of(decode(text))
         except json.JSONDecodeError as error:
-            yield number, f"bad JSON: {error.msg} at character {error.pos + 1}"
+            yield number, Unreadable(f"bad JSON: {error.msg} at character {error.pos + 1}")
         except ValueError as error:
-            yield number, f"bad JSON: {error}"
+            yield number, Unreadable(f"bad JSON: {error}")
         except RecursionError:
-            yield number, "bad JSON: nested too deeply"
+            yield number, Unreadable("bad JSON: nested too deeply")
 
 
 def rows_alike(block: LineBlock) -> list[dict[str, Any]] | None:
@@ -211,6 +220,7 @@ def rows_alike(block: LineBlock) -> list[dict[str, Any]] | None:
         while at < len(text):
             row, at = scan(text, at)
             rows.append(row)
+            # The line has to end right behind its object: white space there is left to `jsonl_rows`, as all else.
             if text[at] != "\n":
                 if text[at : at + 2] != "\r\n":
                     return None
@@ -235,7 +245,7 @@ def text_rows(path: Path) -> Iterator[RawRow]:
         try:
             yield number, {"text": line.decode().strip()}
         except UnicodeDecodeError as error:
-            yield number, f"invalid UTF-8 at byte {error.start + 1} of the line"
+            yield number, Unreadable(f"invalid UTF-8 at byte {error.start + 1} of the line")
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -263,11 +273,13 @@ def json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def row_or_reason(value: object) -> dict[str, Any] | str:
+def row_of(value: object) -> dict[str, Any] | Unreadable:
     """Return a value of JSON as a row, or why it is none."""
     if type(value) is not dict:
-        return f"expected a JSON object, got {type(value).__name__}"
-    return value if len(value) <= MAX_COLUMNS else f"{len(value):,} columns, and a row has at most {MAX_COLUMNS:,}"
+        return Unreadable(f"expected a JSON object, got {type(value).__name__}")
+    if len(value) > MAX_COLUMNS:
+        return Unreadable(f"{len(value):,} columns, and a row has at most {MAX_COLUMNS:,}")
+    return value
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -293,7 +305,7 @@ def repeated(names: Iterable[str]) -> str:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def os_errors_named(path: Path) -> Iterator[None]:
     """Turn what the operating system refuses into an error that names the file or folder.
 
     Raises:
@@ -305,13 +317,6 @@ def reading(path: Path) -> Iterator[None]:
         raise  # an OSError by class, but a fault of the data
     except OSError as error:
         raise MachineError(f"can't read {path}: {error.strerror or error}") from error
-
-
-def nearest_entry(path: Path) -> str:
-    """Return ` (did you mean 'x'?)` for the nearest name in the folder of a missing file, or an empty string."""
-    with suppress(OSError, ValueError):
-        return closest(path.name, (entry.name for entry in path.parent.iterdir()))
-    return ""
 
 
 def too_long(where: str, what: str) -> DataError:

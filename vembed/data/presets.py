@@ -138,7 +138,7 @@ class PresetSource(NamedTuple):
 
     def check(self) -> None:
         """Refuse the set when more of its rows are invalid than the policy drops."""
-        self.log.check(self.label)
+        self.log.refuse_over_budget(self.label)
 
     def find_parts(self, files: Sequence[Sequence[str]], pictures: Sequence[str] = ()) -> tuple[list[Path], str]:
         """Return where the parts of the set lie.

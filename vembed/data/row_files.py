@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from vembed.data.columns import closest
 from vembed.data.formats import row_suffixes, suffix_of
 from vembed.data.judged import is_beir
 from vembed.data.keys import SPLIT_NAMES, missing_split, split_for
-from vembed.data.lines import json_object, nearest_entry, reading
+from vembed.data.lines import json_object, os_errors_named
 from vembed.data.presets import preset_hint
 from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder, listed_paths
@@ -48,14 +49,14 @@ def row_files(path: str, source: DataSource) -> tuple[list[Path], tuple[str, ...
         notes: list[str] = []
         for part in parts:  # which may be of several kinds
             local = home_path(part)
-            of_part, of_reading = ([], ()) if is_folder(local) and is_beir(local) else row_files(part, source)
-            if not of_part:
+            part_files, part_notes = ([], ()) if is_folder(local) and is_beir(local) else row_files(part, source)
+            if not part_files:
                 raise DataError(
                     f"{source.path_key}: {cut(part, 1000)} stands in a list, which takes files and folders of "
                     "rows; name sets of other kinds one by one under data"
                 )
-            files += of_part
-            notes += of_reading
+            files += part_files
+            notes += part_notes
         return files, tuple(notes)
     local = home_path(path)
     if is_folder(local):
@@ -154,7 +155,7 @@ def _matching(pattern: Path) -> list[Path]:
 def _folder_files(folder: Path, source: DataSource) -> tuple[list[Path], tuple[str, ...]]:
     """Return the row files of a folder: those of the wanted split where the names tell splits apart, else all."""
     suffixes = row_suffixes()
-    with reading(folder):
+    with os_errors_named(folder):
         rows = (path for path in folder.iterdir() if suffix_of(path) in suffixes and path.name[0] != ".")
         files = sorted(filter(is_file, rows))
     if not files:
@@ -204,6 +205,13 @@ def _missing(path: str, key: str) -> DataError:
     if not is_folder(local.parent):
         return DataError(f"{key}: {path} doesn't exist, nor does its folder {cut(str(local.parent), 1000)}")
     return DataError(f"{key}: {path} doesn't exist{nearest_entry(local)}")
+
+
+def nearest_entry(path: Path) -> str:
+    """Return ` (did you mean 'x'?)` for the nearest name in the folder of a missing file, or an empty string."""
+    with suppress(OSError, ValueError):
+        return closest(path.name, (entry.name for entry in path.parent.iterdir()))
+    return ""
 
 
 def hub_split(source: DataSource) -> tuple[str, Any]:

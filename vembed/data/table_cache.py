@@ -88,7 +88,7 @@ def kept_or_read(
         return read(None)
     root = home_path(named or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/vembed") / "records"
     # Everything but the files' content that their rows follow from.
-    loss, plugin = source.loss, plugin_code(files[0])
+    loss, plugin = source.loss_needs, plugin_code(files[0])
     used = sorted(DataKeys.model_fields.keys() - KEYS_OF_USE)
     how_read = {
         "format": FORMAT,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.data import lines
-from vembed.data.lines import MAX_COLUMNS, unique_keys
+from vembed.data.lines import MAX_COLUMNS, Unreadable, unique_keys
 from vembed.errors import DataError, MachineError
 from vembed.files import open_regular
 from vembed.text import quoted
@@ -119,7 +119,7 @@ def shard_rows(path: Path) -> Iterator[RawRow]:
         # key begins, so that one sample is in memory, and a key that comes again is an error.
         if (key_of_member := f"{folder}/{stem}") != key:
             if number:
-                yield number, problem or row
+                yield number, Unreadable(problem) if problem else row
             if key_of_member in known:
                 raise _refused(path, name, "members of its key stand in two places of the shard")
             known.add(key_of_member)
@@ -135,7 +135,7 @@ def shard_rows(path: Path) -> Iterator[RawRow]:
         if len(row) > MAX_COLUMNS:
             raise _refused(path, name, f"a sample of over {MAX_COLUMNS:,} columns")
     if number:
-        yield number, problem or row
+        yield number, Unreadable(problem) if problem else row
 
 
 def _cells(extension: str, data: memoryview, decoder: json.JSONDecoder) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def _source(options: CheckOptions | ShowOptions, path: str, role: Role, split: s
         LOSSES.load(name)  # refuses it with the nearest name
     named = ("PATH", "--split") if role == "train" else ("--against", "--against-split")
     keys = options.row_keys(max_image_pixels=options.max_image_pixels)
-    return read(path, role, keys, split=split, loss=RunLoss.chosen(name, {}).needs(), named=named)
+    return read(path, role, keys, split=split, loss=RunLoss.chosen(name, {}).needs(), user_names=named)
 
 
 def _encoder(options: CheckOptions | ShowOptions, batch_size: int) -> ItemEncoder | None:

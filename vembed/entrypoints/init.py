@@ -140,7 +140,7 @@ def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]
     from vembed.data.keys import DataKeys
     from vembed.data.read import read
 
-    source = read(data, "train", named=("DATA", "data_split"))
+    source = read(data, "train", user_names=("DATA", "data_split"))
     source.refuse_missing()
     rows = source.raw_rows(FEW_ROWS)
     known = {name for ours, others in COLUMNS.items() for name in (ours, *others)}

@@ -93,7 +93,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
         skip_invalid_records=None if skipped is None else True,
         max_invalid_records=skipped,
     )
-    source = read(options.data, "train", keys, split=options.split, loss=loss, named=named)
+    source = read(options.data, "train", keys, split=options.split, loss=loss, user_names=named)
     source.refuse_missing()
 
     @contextmanager

@@ -267,7 +267,7 @@ def _load_sets(paths: Sequence[str], options: BenchmarkOptions) -> list[_Set]:
     """Read the sets, and refuse an index that one of them is too small for."""
     root = None if options.image_root is None else str(options.image_root)
     keys = DataKeys(image_root=root, label_kind=options.label_kind)
-    tasks = [read(path, "test", keys, split=options.split, named=("--data", "--split")).judged() for path in paths]
+    tasks = [read(path, "test", keys, split=options.split, user_names=("--data", "--split")).judged() for path in paths]
     labels = set_labels([task.name for task in tasks], paths)
     wanted = []
     for task, label in zip(tasks, labels, strict=True):

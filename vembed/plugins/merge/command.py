@@ -94,7 +94,7 @@ def _refuse(options: MergeOptions) -> None:
     from vembed.data.read import read
 
     for path, split in options.sets:
-        read(path, "validation", split=split, named=("--data or --guard", "--split")).refuse_missing()
+        read(path, "validation", split=split, user_names=("--data or --guard", "--split")).refuse_missing()
     for path in options.targets if options.split is None else ():
         if read(path, "validation").kind != "beir":
             continue

@@ -64,7 +64,7 @@ def merge_models(
     names = [redact(model.model_name) for model in models]
     # Sets are read before models are loaded: a bad row costs no loading.
     sets = [
-        read(path, "validation", split=split, named=("--data or --guard", "--split or --guard-split")).judged()
+        read(path, "validation", split=split, user_names=("--data or --guard", "--split or --guard-split")).judged()
         for path, split in keys.sets
     ]
     # Means of float32 weights, whatever is stored: rounding each model first would lose small differences.

@@ -25,7 +25,7 @@ from vembed.batch import Composed
 from vembed.data.check import text_fault
 from vembed.data.formats import iter_rows
 from vembed.data.judged import RetrievalData
-from vembed.data.lines import json_object
+from vembed.data.lines import Unreadable, json_object
 from vembed.data.presets import Preset
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
@@ -142,7 +142,7 @@ def _pairs(source: PresetSource, path: Path, pictures: _Pictures, *, needs_membe
     """Return the usable queries of a split."""
     pairs: dict[str, _Pair] = {}  # by id: a judged query needs one that is its own
     for line, row in iter_rows(path):
-        if isinstance(row, str):
+        if isinstance(row, Unreadable):
             source.log.add(f"{path.name}:{line}", row)
             continue
         number = row.get("pairid")

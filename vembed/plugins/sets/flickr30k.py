@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.data.check import encoding_fault, text_fault
 from vembed.data.judged import RetrievalData
-from vembed.data.lines import json_object, text_rows
+from vembed.data.lines import Unreadable, json_object, text_rows
 from vembed.data.presets import Preset
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
@@ -142,17 +142,17 @@ def _of_lists(source: PresetSource, path: Path, split: str) -> Iterator[tuple[st
     # The captions of all splits, 158,915 short texts: the file isn't sorted by split, and is read once.
     captions: dict[str, list[str]] = {}
     for line, row in text_rows(path):
-        if not isinstance(row, str) and not row["text"]:
+        if not isinstance(row, Unreadable) and not row["text"]:
             continue
-        key, tab, caption = ("", "", "") if isinstance(row, str) else row["text"].partition("\t")
+        key, tab, caption = ("", "", "") if isinstance(row, Unreadable) else row["text"].partition("\t")
         name = key.rpartition("#")[0]
         if not tab or not name or not caption.strip() or encoding_fault(key + caption):
-            reason = row if isinstance(row, str) else "expected NAME.jpg#NUMBER, a tab and a caption"
+            reason = row if isinstance(row, Unreadable) else "expected NAME.jpg#NUMBER, a tab and a caption"
             source.log.add(f"{path.name}:{line}", reason)
         else:
             captions.setdefault(name, []).append(caption.strip())
     for line, row in text_rows(list_file):
-        if isinstance(row, str):
+        if isinstance(row, Unreadable):
             source.log.add(f"{list_file.name}:{line}", row)
         elif row["text"]:
             name = row["text"] if row["text"].endswith(".jpg") else f"{row['text']}.jpg"

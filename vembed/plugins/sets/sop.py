@@ -23,7 +23,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.data.judged import RetrievalData
-from vembed.data.lines import text_rows
+from vembed.data.lines import Unreadable, text_rows
 from vembed.data.presets import Preset
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
@@ -101,7 +101,7 @@ def _pictures(source: PresetSource, split: str) -> tuple[list[_Picture], str]:
     pictures: dict[str, _Picture] = {}
     for line, row in text_rows(path):
         where = f"{path.name}:{line}"
-        if isinstance(row, str):
+        if isinstance(row, Unreadable):
             source.log.add(where, row)
             continue
         # Split at spaces, the last cell whole: a path may hold some.

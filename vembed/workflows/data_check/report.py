@@ -268,7 +268,7 @@ def shown_rows(source: DataSource, count: int, encoder: Encoder | None) -> Itera
         yield f"  {ours:<15} column {listing(theirs)}{guessed}"
     yield from (f"  {note}" for note in loaded.notes)
     # Numbers of a column that a loss reads are left out where they are its default.
-    usual = {column.name: column.default for column in source.loss.columns} if source.loss else {}
+    usual = {column.name: column.default for column in source.loss_needs.columns} if source.loss_needs else {}
     for record in loaded.table.take(range(min(count, len(loaded.table)))):
         yield from ("", record.location, *_item_lines(record, encoder, source.image_limits))
         if record.label is not None:

@@ -1,7 +1,7 @@
 """Sections of keys: how a room declares what a user may set, with type, bounds, meaning and rules in one place.
 
     class AdapterKeys(Section):
-        '''Which weights train: all, a part of them, or small adapters beside frozen ones.'''
+        '''Weights that train: all, a part of them, or small adapters beside frozen ones.'''
 
         use_lora: Auto | bool = key("auto", "Freeze the model and train low-rank adapters (LoRA).")
         lora_r: Count = key(16, "Rank of the adapters.", acts_with={"use_lora": (True, "auto")})

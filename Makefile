@@ -38,7 +38,8 @@ fuzz:
 check: lint types contract test
 
 docs:
-	python -m vembed.config.reference > docs/configuration.md
+	python -m vembed.config.reference docs
+	python -m vembed.entrypoints.commands_page > docs/reference/commands.md
 	python -m vembed.config.reference keys > docs/.keys.py && mv docs/.keys.py vembed/api/keys.py
 	python -m vembed.training.models_page
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+PROJECT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "benchmarks/RESULTS.md")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s#:]+)(?=[)#\s])")
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
@@ -85,7 +85,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 def repository_path(page: str, target: str) -> str:
     """Return what a link of a page leads to, from the root of the repository."""
-    folder = "" if page in PROJECT_PAGES else posixpath.join("docs", posixpath.dirname(page))
+    folder = posixpath.dirname(page if page in PROJECT_PAGES else posixpath.join("docs", page))
     return posixpath.normpath(posixpath.join(folder, target))
 
 

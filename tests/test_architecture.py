@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,27 @@ def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
+PAGE = ROOT / "docs" / "architecture.md"
 ROOM = re.compile(r"^\| `(\w+)/` \|.*\|([^|]*)\|$", re.MULTILINE)
 """A row of the table of rooms in docs/architecture.md: the room, and in the last column the rooms that it imports."""
+
+
+def drawn_imports() -> dict[str, list[str]]:
+    """Return the table of rooms: room -> the rooms that it imports, both from top to bottom.
+
+    A cell is `none`, a list of rooms, or `all below`, which may be followed by `except` and a list of rooms.
+    """
+    cells = {room: cell.strip() for room, cell in ROOM.findall(PAGE.read_text("utf-8"))}
+    rooms = list(cells)
+    drawn = {}
+    for number, (room, cell) in enumerate(cells.items()):
+        written = re.fullmatch(r"(?:(?P<all>all below)(?: except )?)?(?P<names>\w+(?:, \w+)*)?", cell)
+        assert written, f"{room}: {cell}"
+        names = [] if written["names"] in (None, "none") else written["names"].split(", ")
+        below = rooms[number + 1 :]
+        assert set(names) <= set(below), f"{room}: {cell}"
+        drawn[room] = [other for other in below if (other in names) != bool(written["all"])]
+    return drawn
 
 
 def imports(path: Path) -> set[str]:
@@ -93,8 +113,7 @@ def imports(path: Path) -> set[str]:
 
 
 def test_the_picture_of_the_house_has_every_arrow_between_rooms_and_no_other() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    drawn = {room: re.findall(r"\w+", cell) for room, cell in ROOM.findall(text)}
+    drawn = drawn_imports()
     rooms = list(drawn)
     assert set(rooms) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     taken: dict[str, set[str]] = {room: set() for room in rooms}
@@ -105,8 +124,29 @@ def test_the_picture_of_the_house_has_every_arrow_between_rooms_and_no_other() -
             taken[room] |= {other for other in rooms if other != room and ("vembed", other) in modules}
     expected = {room: [other for other in rooms if other in taken[room]] for room in rooms}
     assert drawn == expected
-    upward = {(room, other) for room in rooms for other in drawn[room] if rooms.index(other) < rooms.index(room)}
-    assert not upward
+
+
+def test_the_rooms_stand_in_the_order_of_the_import_contract() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    rooms = list(drawn_imports())
+    assert [layer for layer in layers if layer.removeprefix("vembed.") in rooms] == [f"vembed.{room}" for room in rooms]
+
+
+def test_the_page_names_every_file_beside_the_rooms() -> None:
+    text = PAGE.read_text("utf-8")
+    beside = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    assert {name for name in beside if f"/vembed/{name})" not in text and f"`{name}`" not in text} == set()
+
+
+def test_the_page_leads_to_the_file_of_each_arrow_and_question() -> None:
+    text = PAGE.read_text("utf-8")
+    rows = [line for line in text.splitlines() if re.match(r"\| (?:\d|.*\?)", line)]
+    arrows = {number for line in rows for number in re.findall(r"\d+", line.split("|")[1])}
+    assert arrows == {str(number) for number in range(1, 18)} == set(re.findall(r"─(\d+)─▶", text))
+    for line in rows:
+        assert len(re.findall(r"\]\(\.\./vembed/", line)) == 1, line
 
 
 def test_every_folder_says_what_lives_in_it() -> None:

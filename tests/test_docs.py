@@ -33,6 +33,22 @@ def test_every_link_leads_to_a_file(document: Path) -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def places_in(document: Path) -> set[str]:
+    """Return what a link may name behind # in a document: its headings, and the records of RESULTS.md."""
+    text = re.sub(r"^```.*?^```", "", document.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings]
+    return {re.sub(r"[\s-]+", "-", words) for words in plain} | set(re.findall(r'<a id="([\w-]+)">', text))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_into_a_page_leads_to_a_heading_or_a_record(document: Path) -> None:
+    for target, place in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", document.read_text("utf-8")):
+        page = document.parent / target if target else document
+        if "://" not in target and page.suffix == ".md" and page.exists():
+            assert place in places_in(page), f"{document.name} links to {target}#{place}"
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_command_is_one_that_the_program_takes(document: Path) -> None:
     for words in commands_in(document):
@@ -66,13 +82,34 @@ def test_every_shipped_configuration_is_valid(config: Path) -> None:
     load_config(config)
 
 
-def test_coverage_and_reliability_name_only_tests_that_exist() -> None:
-    for document in ("coverage.md", "reliability.md"):
+def test_pages_for_developers_name_only_tests_that_exist() -> None:
+    for document in ("coverage.md", "engine.md", "reliability.md"):
         text = (ROOT / "docs" / document).read_text("utf-8")
         named = re.findall(r"`((?:tests|vembed|configs)/[\w./-]+)`", text)
         assert named
         for path in named:
             assert (ROOT / path).exists(), f"{document} names {path}"
+
+
+RECORD = re.compile(r'^\| (\d{4}-\d\d-\d\d) \| <a id="([\w-]+)"></a>(.+?) \| (.+?) \| (.+?) \| ([0-9a-f, ]*) \|$')
+"""A row of benchmarks/RESULTS.md: its date, the name that links use, what was measured, result, command, commits."""
+
+
+def test_every_record_has_a_date_a_name_of_its_own_a_command_and_a_commit() -> None:
+    tables = (ROOT / "benchmarks" / "RESULTS.md").read_text("utf-8").split("\n## ")[1:]
+    names: list[str] = []
+    for table in tables:
+        rows = [line for line in table.splitlines() if line.startswith("| 2")]
+        records = [RECORD.match(row) for row in rows]
+        assert all(records), [row[:80] for row, record in zip(rows, records, strict=True) if record is None]
+        dates = [record[1] for record in records if record]
+        assert dates == sorted(dates, reverse=True), "newest first"
+        names += [record[2] for record in records if record]
+        for record in filter(None, records):
+            for path in re.findall(r"\b((?:benchmarks|configs|tests)/[\w./-]+\.(?:py|yaml))", record[5]):
+                assert (ROOT / path).is_file(), f"{record[2]} names {path}"
+            assert all(re.fullmatch(r"[0-9a-f]{7}", commit) for commit in record[6].split(", ") if commit)
+    assert len(names) == len(set(names)) > 50
 
 
 def test_the_document_of_losses_says_what_each_loss_says_of_itself() -> None:

@@ -12,32 +12,71 @@ import pytest
 import vembed
 from vembed.config.load import load_config
 from vembed.config.names import ALIASES
-from vembed.config.reference import render_reference
-from vembed.config.schema import config_class, fields, key_names
+from vembed.config.reference import key_facts, page_of, render_pages, render_reference
+from vembed.config.schema import SECTIONS, config_class, fields, key_names, rules, section_keys
 from vembed.data.columns import COLUMNS
 from vembed.data.keys import ColumnName
+from vembed.registry import LOSSES
 
 ROOT = Path(vembed.__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "configuration.md"
 CONFIG_NAMES = {"config", "cfg", "keys"}
 
 
 def test_the_checked_in_reference_is_what_the_schema_says() -> None:
-    assert DOCUMENT.read_text(encoding="utf-8") == render_reference()
+    pages = render_pages()
+    for path, text in pages.items():
+        assert (ROOT / "docs" / path).read_text(encoding="utf-8") == text, f"{path}: run `make docs`"
+    written = {f"reference/{path.name}" for path in (ROOT / "docs" / "reference").glob("keys-*.md")}
+    assert written == {path for path in pages if path.startswith("reference/keys-")}
 
 
-def test_the_module_writes_the_reference() -> None:
-    done = subprocess.run([sys.executable, "-m", "vembed.config.reference"], capture_output=True, check=True, cwd=ROOT)
-    assert done.stdout.decode() == render_reference()
+def test_the_module_writes_the_reference(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "vembed.config.reference", str(tmp_path)], check=True, cwd=ROOT)
+    written = {path.relative_to(tmp_path).as_posix(): path.read_text("utf-8") for path in tmp_path.rglob("*.md")}
+    assert written == render_pages()
 
 
-def test_the_reference_has_one_full_row_for_each_key() -> None:
-    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in render_reference().splitlines() if line.startswith("| `")]
-    keys = [row[0].strip(" `") for row in rows if len(row) == 7]
-    assert keys == list(key_names())
-    aliases = render_reference().partition("\n## Aliases\n")[2].partition("\n## ")[0]
+def test_the_front_page_has_a_line_for_each_key_that_leads_to_its_place() -> None:
+    rows = re.findall(r"^\| \[`(\w+)`\]\(([\w/-]+\.md)#(\w+)\) \| (.+) \| (.+) \|$", render_reference(), re.MULTILINE)
+    assert [row[0] for row in rows] == list(key_names())
+    for name, page, anchor, _, _ in rows:
+        assert anchor == name
+        assert f"\n## `{name}`\n" in render_pages()[page]
+
+
+def test_the_reference_has_the_values_default_and_meaning_of_each_key() -> None:
+    for title in SECTIONS:
+        page = render_pages()[page_of(title)]
+        keys = re.split(r"^## `(\w+)`\n", page, flags=re.MULTILINE)[1:]
+        assert keys[::2] == list(section_keys(title))
+        for name, text in zip(keys[::2], keys[1::2], strict=True):
+            meaning, _, table = text.strip().partition("\n\n| Values | Default |")
+            assert meaning.endswith(".")
+            row = [cell.strip() for cell in re.split(r"(?<!\\)\|", table.splitlines()[2])[1:-1]]
+            facts = key_facts(name)
+            assert row == [facts[label].replace("|", "\\|") for label in facts if label != "Meaning" and facts[label]]
+            assert row[0]
+            assert row[1]
+
+
+def test_each_rule_is_told_with_a_key() -> None:
+    text = "\n".join(render_pages().values())
+    for rule in rules():
+        told = f"- {rule.sentence}" in text
+        assert told or f"`{rule.keys[0]}` has an effect only with `loss_type: " in rule.sentence
+
+
+def test_losses_that_a_key_acts_with_are_told_by_exception_where_they_are_most() -> None:
+    page = render_pages()[page_of("Loss")]
+    acting = {name for name in LOSSES.names() if f" {name} " in f" {key_facts('mrl_dims')['Meaning'].rstrip('.')} "}
+    others = [name for name in LOSSES.names() if name not in acting]
+    assert 0 < len(others) < len(acting)
+    assert f"Not with loss_type {' or '.join(others)}." in page.partition("## `mrl_dims`")[2].partition("\n## ")[0]
+
+
+def test_the_page_of_other_names_has_every_alias() -> None:
+    aliases = render_pages()["reference/other_names.md"].partition("\n## Aliases\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)`", aliases, re.MULTILINE) == list(ALIASES)
-    assert all(cell.strip() for row in rows if len(row) == 7 for cell in (*row[:3], row[4], row[6]))
 
 
 def test_the_example_of_the_reference_loads(tmp_path: Path) -> None:

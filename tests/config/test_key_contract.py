@@ -105,7 +105,7 @@ class KeyContract:
 
     @pytest.mark.parametrize("name", key_names())
     def test_it_is_documented(self, name: str) -> None:
-        assert f"| `{name}` |" in REFERENCE
+        assert f"| [`{name}`](" in REFERENCE
         description = key_schemas()[name]["description"]
         assert description.endswith(".")
         assert "\n" not in description

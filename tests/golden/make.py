@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -52,13 +53,12 @@ def _lines(text: str, places: dict[str, str], usual: set[str]) -> Any:
 
 
 def reference(tree: Path, folder: Path) -> dict[str, Any]:
-    """Return docs/configuration.md, a hash for each row of its tables and each other line."""
-    lines = (tree / "docs" / "configuration.md").read_text("utf-8").splitlines()
+    """Return a hash of each key of docs/reference, and of each other part of the pages of keys."""
+    pages = [tree / "docs" / "configuration.md", *sorted((tree / "docs" / "reference").glob("keys-*.md"))]
     found: dict[str, Any] = {}
-    for line in lines:
-        name = line.split("|")[1].strip(" `") if line.startswith("|") else line[:60]
-        if name.strip("-"):
-            found[name] = digest(found.get(name, "") + line)
+    for page in pages:
+        for part in re.split(r"^(?=#+ )", page.read_text("utf-8"), flags=re.MULTILINE):
+            found[f"{page.stem}: {part.partition(chr(10))[0].strip('# `')}"] = digest(part)
     return found
 
 

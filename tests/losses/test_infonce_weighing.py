@@ -56,3 +56,8 @@ def test_float32_is_near() -> None:
     for kind in KINDS:
         loss = make(kind, dtype=torch.float32, bidirectional=True, tile_size=32)
         assert_equal(streamed(loss, case, q_QE, d_DE), defined(loss, case, q_QE.double(), d_DE.double()), 2e-5)
+
+
+def test_positives_with_losses_of_their_own_refuse_a_focal_weight() -> None:
+    with pytest.raises(AssertionError, match="focal_gamma"):
+        SupCon(temperature=0.1, focal_gamma=0.5)

@@ -70,7 +70,7 @@ def test_nothing_merges_with_nothing_to_nothing_and_with_something_to_that() -> 
 
 def test_groups_are_summed_each_on_its_own_and_an_absent_one_is_empty() -> None:
     logits_KP = torch.tensor([[1.0, 900.0, 3.0, 901.0], [0.0, -5.0, 2.0, -900.0]], dtype=torch.float64)
-    sums = LogSumExp.of_groups(logits_KP, torch.tensor([2, 0, 2, 0]), 4)
+    sums = LogSumExp.scattered(logits_KP, torch.tensor([2, 0, 2, 0]), 4)
     for prefix, row in enumerate(logits_KP):
         expected = torch.stack([row[[1, 3]].logsumexp(0), row[[0, 2]].logsumexp(0)])
         assert torch.allclose(sums.value()[prefix, [0, 2]], expected)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PAGES = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+BESIDE = {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "benchmarks/RESULTS.md"}
 NOTEBOOKS = {path.relative_to(ROOT / "docs").with_suffix(".md").as_posix() for path in ROOT.glob("docs/*/*.ipynb")}
 
 
@@ -30,7 +31,14 @@ def test_the_navigation_names_no_page_twice_and_none_that_is_missing() -> None:
     settings = (ROOT / "mkdocs.yml").read_text("utf-8")
     named = pages_of(yaml.safe_load(settings)["nav"])
     assert len(named) == len(set(named)) > 30
-    assert set(named) <= {*PAGES, *NOTEBOOKS, "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"}
+    assert set(named) <= {*PAGES, *NOTEBOOKS, *BESIDE}
+    parts = [title for entry in yaml.safe_load(settings)["nav"] for title in entry]
+    assert parts == ["Start", "Guides", "Topics", "Reference", "For developers"]
+
+
+def test_the_navigation_has_every_generated_page() -> None:
+    named = set(pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]))
+    assert {page for page in PAGES if page.startswith("reference/")} <= named
 
 
 @pytest.mark.slow
@@ -48,6 +56,10 @@ def test_the_site_builds_and_fetches_nothing_from_elsewhere(tmp_path: Path) -> N
         assert [address for address in fetched if address.startswith(("http:", "https:", "//"))] == [], page.name
     reference = (tmp_path / "site" / "api.html").read_text("utf-8")
     assert "Load a model" in reference or "vembed.load" in reference
+    keys = (tmp_path / "site" / "reference" / "keys-loss.html").read_text("utf-8")
+    assert 'id="temperature"' in keys, "each key has a place that other pages link to"
+    results = (tmp_path / "site" / "benchmarks" / "RESULTS.html").read_text("utf-8")
+    assert 'id="loss-stage"' in results, "each record has one as well"
     notebook = (tmp_path / "site" / "notebooks" / "first_model.html").read_text("utf-8")
     assert "runs/first_model" in notebook
     assert "data:image/png" in notebook, "with what its cells showed"

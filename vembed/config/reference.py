@@ -1,12 +1,14 @@
-"""Text generated from the schema: docs/configuration.md, and the typed keyword arguments of Python's functions.
+"""Text generated from the schema: pages of the documents, and the typed keyword arguments of Python's functions.
 
-`python -m vembed.config.reference > docs/configuration.md`
+`python -m vembed.config.reference docs` writes docs/configuration.md and pages of docs/reference/
 `python -m vembed.config.reference keys > vembed/api/keys.py`
 """
 
+import re
 import sys
 import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -18,15 +20,18 @@ from vembed.config.names import ALIASES, ANY_VALUE, FOREIGN, OTHER_KEYS, VALUES_
 from vembed.config.record import on_resume
 from vembed.config.schema import SECTIONS, fields, key_names, rules, section_keys
 from vembed.models.keys import ModelKeys
+from vembed.registry import LOSSES
 from vembed.section import LARGEST_COUNT, facts_of
 from vembed.vectors.keys import IndexKeys
 
+_WRITTEN = "<!-- Written by `make docs`; change the sections of keys, not this file. -->"
+
 _INTRODUCTION = f"""# Configuration
 
-<!-- Written by `python -m vembed.config.reference`; change the schema, not this file. -->
+{_WRITTEN}
 
-A run is described by one YAML file (`.yaml`, `.yml`) or JSON file (`.json`): flat keys, each with one default. Only
-`model_name` is required.
+One YAML file (`.yaml`, `.yml`) or JSON file (`.json`) describes a run. It has flat keys, and each key has one default.
+Only `model_name` is required.
 
 ```yaml
 model_name: sentence-transformers/all-MiniLM-L6-v2
@@ -34,61 +39,118 @@ data_path: builtin:stdlib-code
 learning_rate: 1e-4
 ```
 
-`vembed train CONFIG --validate` checks a file, its paths, the columns of its data, and whether the model reads the
-pictures among them, without training. Every problem of the file is listed at once, with its line and its fix.
-`vembed explain KEY` prints what stands here of a key.
+- `vembed train CONFIG --validate` checks the file, its paths and the columns of its data. It lists every problem at
+  once, with line and fix.
+- `vembed explain KEY` prints what this reference says about a key.
+- `vembed init DATA` writes a file with a comment on each key.
 
-## Precedence
+Write overrides on the command line as `--config_override key=value [key=value ...]`. An override wins over the file,
+and the file over the default. The plan decides each `auto` and says why. [Details](#details) has the fine print.
+"""
 
-An override wins over the file, the file over the default, and `auto` is decided by the plan, which says why. The
-`config.yaml` in the output folder holds every key and keeps `auto`.
+_DETAILS = f"""## Details
 
-## Overrides
-
-`--config_override key=value [key=value ...]`
+### Overrides
 
 - The value is everything after the first `=`: `output_dir=a=b` sets `a=b`.
-- `null`, `true`, `false` and numbers are read as in the file; `[a, b]`, `{{a: b}}` and quoted texts as in YAML.
-  Anything else is a text, taken as it stands: `"query_prompt=query: "`.
-- `key=''` sets an empty text and `key=null` sets null; `key=` is an error.
+- `null`, `true`, `false` and numbers work as in the file; `[a, b]`, `{{a: b}}` and quoted texts as in YAML. Anything
+  else is a text: `"query_prompt=query: "`.
+- `key=''` sets an empty text, and `key=null` sets null. `key=` is an error.
 - `column_mapping.title=query` sets one entry of a mapping and keeps the others.
-- The same key twice, also by an alias, is an error.
+- Naming a key twice, also by an alias, is an error.
 
-## What a file may hold
+### What a file may hold
 
-UTF-8, at most {MAX_FILE_BYTES // 2**10} KiB with {MAX_TEXT_BYTES // 2**10} KiB of values, one mapping. Refused:
-unknown and duplicate keys, YAML anchors, aliases and tags, several documents, NUL characters, NaN and infinity. Types
-are strict: `"3"` and `true` are no integers; an integer is fine for a number. Integers go up to {LARGEST_COUNT:,}
-unless the table says otherwise. Words are read as in YAML 1.2: `1e-5` is a number, `no` and `on` are texts, booleans
-are `true` and `false`.
+A file is UTF-8 with one mapping, at most {MAX_FILE_BYTES // 2**10} KiB, of which values take at most
+{MAX_TEXT_BYTES // 2**10} KiB. Unknown and duplicate keys, YAML anchors, aliases and tags, several documents, NUL
+characters, NaN and infinity are refused.
 
-User names, passwords and tokens, in URLs and in any other text, are replaced by `***` in messages, in the plan, in
-reports and in the `config.yaml` of the output folder. A file with such a `***` is refused until the secret is back.
+Types are strict: `"3"` and `true` are not integers, but a number may be written as an integer. Integers go up to
+{LARGEST_COUNT:,} unless the key says otherwise. Words follow YAML 1.2: `1e-5` is a number, `no` and `on` are texts, and
+booleans are `true` and `false`.
 
-## Resuming
+### Secrets
 
-The last column says what a changed value means when a run is resumed: *harmless* keys may change, as they touch neither
-the weights nor the order of the samples; a change of any other key is *refused*, and the error shows the difference.
+vembed replaces user names, passwords and tokens by `***` in messages, plans, reports and the `config.yaml` of the
+output folder. It refuses a file that still has such a `***`; write the secret again.
+
+### Resuming
+
+`config.yaml` in the output folder holds every key and keeps `auto`. When a run resumes, keys that are *harmless* may
+change. A change of any other key is *refused*, and the error shows both values.
+"""
+
+_OTHER_NAMES = f"""# Names of other trainers
+
+{_WRITTEN}
+
+What users of other trainers may write, and what vembed makes of it. `vembed explain NAME` answers for one name.
 """
 
 
+def render_pages() -> dict[str, str]:
+    """Return the pages of the reference: path below docs/ -> text."""
+    pages = {"configuration.md": render_reference(), "reference/other_names.md": _render_other_names()}
+    return pages | {page_of(title): _render_section(title) for title in SECTIONS}
+
+
+def page_of(title: str) -> str:
+    """Return the page of a section, below docs/."""
+    return f"reference/keys-{title.lower()}.md"
+
+
 def render_reference() -> str:
-    """Return the text of docs/configuration.md."""
+    """Return the text of docs/configuration.md: how a file is written, and every key in one line."""
     lines = [_INTRODUCTION]
     for title, section in SECTIONS.items():
-        lines += [f"## {title}", "", (section.__doc__ or "").strip(), ""]
-        lines += ["| Key | Values | Default | Unit | Meaning | Aliases | On resume |", "|---|---|---|---|---|---|---|"]
+        lines += [f"## {title}", "", f"{(section.__doc__ or '').strip()} [In full]({page_of(title)})", ""]
+        lines += ["| Key | Default | In short |", "|---|---|---|"]
         for name in section_keys(title):
-            cells = [f"`{name}`", *key_facts(name).values()]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            facts = key_facts(name)
+            short = re.split(r"(?<=[.;])\s", facts["Meaning"], maxsplit=1)[0]
+            if len(short) > 120:
+                short = short.partition(": ")[0]
+            lines.append(_row(f"[`{name}`]({page_of(title)}#{name})", facts["Default"], short.rstrip(";.") + "."))
         lines.append("")
+    return "\n".join([*lines, "[Names of other trainers](reference/other_names.md) are answered too.", "", _DETAILS])
 
-    lines += ["## Aliases", "", "An alias beside a key that it sets is an error.", "", "| Alias | Sets |", "|---|---|"]
+
+def _render_section(title: str) -> str:
+    """Return the page of a section: each key with its values, meaning and rules."""
+    doc = (SECTIONS[title].__doc__ or "").strip()
+    lines = [f"# {title}", "", _WRITTEN, "", f"{doc} How a file is written: [Configuration](../configuration.md)."]
+    for name in section_keys(title):
+        facts = key_facts(name)
+        meaning = _by_exception(facts.pop("Meaning"))
+        given = {label: text for label, text in facts.items() if text}
+        lines += ["", f"## `{name}`", "", meaning, ""]
+        lines += [_row(*given), "|" + "---|" * len(given), _row(*given.values())]
+        # The meaning already says with which losses a key acts.
+        idle = f"`{name}` has an effect only with `loss_type: "
+        sentences = [rule.sentence for rule in rules() if rule.keys[0] == name]
+        if told := [f"- {sentence}" for sentence in sentences if not sentence.startswith(idle)]:
+            lines += ["", *told]
+    return "\n".join([*lines, ""])
+
+
+def _by_exception(meaning: str) -> str:
+    """Return a meaning with the losses that a key doesn't act with, where those that it does act with are most."""
+
+    def shorter(match: re.Match[str]) -> str:
+        others = [name for name in LOSSES.names() if name not in match[1].split(" or ")]
+        return match[0] if len(others) * 2 > len(LOSSES.names()) else f"Not with loss_type {' or '.join(others)}."
+
+    return re.sub(r"Only with loss_type (\w+(?: or \w+)+)\.", shorter, meaning)
+
+
+def _render_other_names() -> str:
+    """Return the page of aliases, other names, and values of other trainers."""
+    lines = [_OTHER_NAMES, "## Aliases", "", "An alias sets a key. Both together are an error.", ""]
+    lines += ["| Alias | Sets |", "|---|---|"]
     for alias, targets in ALIASES.items():
-        lines.append(f"| `{alias}` | {' and '.join(f'`{target}`' for target in targets)} |")
+        lines.append(_row(f"`{alias}`", " and ".join(f"`{target}`" for target in targets)))
 
-    lines += ["", "## Names that other trainers have", ""]
-    lines += ["They are errors that say the name here. Values are written as `key: value`.", ""]
+    lines += ["", "## Names that are refused", "", "The error says the name here.", ""]
     lines += ["| Here | Elsewhere |", "|---|---|"]
     elsewhere: dict[str, list[str]] = {}
     for name, key in OTHER_KEYS.items():
@@ -96,22 +158,22 @@ def render_reference() -> str:
     for key, values in VALUES_ELSEWHERE.items():
         for ours, names in values.items():
             elsewhere[f"`{key}: {ours}`"] = [f"`{name}`" for name in names.split()]
-    lines += [f"| {here} | {', '.join(there)} |" for here, there in elsewhere.items()]
+    lines += [_row(here, ", ".join(there)) for here, there in elsewhere.items()]
 
-    lines += ["", "## Keys and values of other trainers", ""]
-    lines += ["What is accepted is a line of the plan; what is refused is an error, with this text.", ""]
+    lines += ["", "## Keys and values that are accepted or refused", ""]
+    lines += ["The plan has a line for what is accepted. What is refused is an error with this text.", ""]
     lines += ["| Here | As other trainers have it |", "|---|---|"]
     outcomes: dict[str, list[str]] = {}
     for row in FOREIGN:
         outcome = f"the same as `{_yaml(row.ours)}`" if row.verdict == "same" else f"{row.verdict}: {row.text}"
         value = "" if row.value is ANY_VALUE else f": {_yaml(row.value)}"
         outcomes.setdefault(outcome, []).append(f"`{row.key}{value}`")
-    lines += [f"| {here} | {', '.join(there)} |" for here, there in outcomes.items()]
+    lines += [_row(here, ", ".join(there)) for here, there in outcomes.items()]
+    return "\n".join([*lines, ""])
 
-    order = key_names()
-    listed = sorted(rules(), key=lambda rule: order.index(rule.keys[0]))
-    lines += ["", "## Rules between keys", "", *(f"- {rule.sentence}" for rule in listed), ""]
-    return "\n".join(lines)
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def key_facts(name: str) -> dict[str, str]:
@@ -253,4 +315,9 @@ def _alternatives(kind: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(render_keys() if sys.argv[1:] == ["keys"] else render_reference())
+    if sys.argv[1:] == ["keys"]:
+        sys.stdout.write(render_keys())
+    else:
+        for path, text in render_pages().items():
+            (Path(sys.argv[1]) / path).parent.mkdir(parents=True, exist_ok=True)
+            (Path(sys.argv[1]) / path).write_text(text, "utf-8")

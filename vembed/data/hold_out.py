@@ -42,7 +42,7 @@ FEWEST_DOCUMENTS = 1000
 """Documents that held-out queries search at least: their own are filled up with those of training rows."""
 
 SPREAD = 0.23
-"""Standard deviation of the difference of two models' nDCG@10 over queries: 0.18 to 0.26 in the runs of docs/log.md."""
+"""Standard deviation over queries of the difference of two models' nDCG@10: 0.18 to 0.26 in measured runs."""
 
 COARSE = 0.03
 """Difference of nDCG@10 from which it is worth saying that a dev set can't resolve it."""

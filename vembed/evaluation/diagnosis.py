@@ -39,7 +39,7 @@ CURVE_SHARE = 0.1
 
 LITTLE_LEARNT = 0.15
 """Share of its start that the loss should lose at least. Built-in models lose 0.04 to 0.12 at a hundredth of the
-learning rate that fits them, 0.34 and more at one that does (docs/log.md, 2026-11-24)."""
+learning rate that fits them, 0.34 and more at one that does (benchmarks/RESULTS.md#learning-rates)."""
 
 LITTLE_GAIN = 0.05
 """Share of what the metric lacks to 1 that training should win at least where the loss lost little: up to 0.04 at a

@@ -37,7 +37,7 @@ class BatchStructure:
     classes_Q: Tensor | None = None  # 0, 1, ... and -1 for a row without a class, int64; None: no row has one
     listed_P2: Tensor | None = None  # (query row, document row) of pairs with a score, int64; None: there are none
     listed_scores_P: Tensor | None = None  # their scores, float64; higher is closer
-    negatives_P2: Tensor | None = None  # (query row, document row) of hard negatives that a row names; None: none
+    negatives_P2: Tensor | None = None  # (query row, document row): hard negatives of the row; None: none
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # by `ExtraColumn.name`: (Q,), int64 or float64
     weights_Q: Tensor | None = None  # how much each query's terms count, float64; None: all alike
     teacher_Q: Tensor | None = None  # a teacher's unit vectors of the queries, (Q, T) float32; None: no teacher

@@ -41,8 +41,8 @@ def positive_mask(structure: BatchStructure) -> Tensor:
     return _mask(structure, structure.positives_P2)
 
 
-def named_mask(structure: BatchStructure) -> Tensor:
-    """Return which document is a hard negative of which query's row, bool (Q, D)."""
+def own_negatives_mask(structure: BatchStructure) -> Tensor:
+    """Return which document is a hard negative of which query's own row, bool (Q, D)."""
     return _mask(structure, structure.negatives_P2)
 
 
@@ -76,7 +76,7 @@ class Tile(NamedTuple):
     pairs: Tensor  # numbers of the positive pairs in it, int64
     pair_cells: Tensor  # their cells, int64
     excluded: Tensor  # cells that are no negatives, positives included, int64
-    named: Tensor  # cells of the hard negatives of a query's row, int64; empty without `with_named`
+    own_negative_cells: Tensor  # those of each query's own hard negatives, int64; empty without `with_own_negatives`
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,7 +92,7 @@ class CellMap:
         rows: This rank's queries.
         mask_false_negatives: Whether copies of positives, and of the query, are no negatives.
         device: Where the lists of cells go; None is where the structure is.
-        with_named: Whether tiles list the hard negatives of a query's row.
+        with_own_negatives: Whether tiles list the hard negatives of each query's own row.
 
     Attributes:
         num_rows: Queries of this rank.
@@ -108,7 +108,7 @@ class CellMap:
         *,
         mask_false_negatives: bool,
         device: torch.device | None = None,
-        with_named: bool = False,
+        with_own_negatives: bool = False,
     ) -> None:
         self.num_rows, self.num_columns = len(rows), structure.num_documents
         self._device = device or structure.positives_P2.device
@@ -118,11 +118,11 @@ class CellMap:
         inside = slice(*np.searchsorted(queries, [rows.start, rows.stop]))
         self._pair_rows, self._pair_columns = queries[inside] - rows.start, documents[inside]
         self.pair_rows, self.pair_columns = self._tensor(self._pair_rows), self._tensor(self._pair_columns)
-        named_N2 = np.zeros((0, 2), dtype=np.int64)
-        if with_named and structure.negatives_P2 is not None:
-            named_N2 = np.unique(_numpy(structure.negatives_P2), axis=0)
-            named_N2 = named_N2[(named_N2[:, 0] >= rows.start) & (named_N2[:, 0] < rows.stop)]
-        self._named_rows, self._named_columns = named_N2[:, 0] - rows.start, named_N2[:, 1]
+        own_N2 = np.zeros((0, 2), dtype=np.int64)
+        if with_own_negatives and structure.negatives_P2 is not None:
+            own_N2 = np.unique(_numpy(structure.negatives_P2), axis=0)
+            own_N2 = own_N2[(own_N2[:, 0] >= rows.start) & (own_N2[:, 0] < rows.stop)]
+        self._own_rows, self._own_columns = own_N2[:, 0] - rows.start, own_N2[:, 1]
 
         # Pairs of groups that are no negatives. Without masks each row is a group of its own, and these are the pairs.
         self._query_groups, self._document_groups = np.arange(structure.num_queries), np.arange(self.num_columns)
@@ -166,16 +166,16 @@ class CellMap:
         inside = self.pairs_of(rows)
         pair_rows, pair_columns = self._pair_rows[inside] - start, self._pair_columns[inside]
         pairs_of = _split_by_tile(pair_columns, width, self.num_columns)
-        first, last = np.searchsorted(self._named_rows, [start, stop])
-        named_rows, named_columns = self._named_rows[first:last] - start, self._named_columns[first:last]
-        named_of = _split_by_tile(named_columns, width, self.num_columns)
+        first, last = np.searchsorted(self._own_rows, [start, stop])
+        own_rows, own_columns = self._own_rows[first:last] - start, self._own_columns[first:last]
+        own_negatives_of = _split_by_tile(own_columns, width, self.num_columns)
         # All tiles of a strip are listed together, which sorts its cells once. A batch of copies excludes nearly every
         # cell: then the tiles are listed one by one, so that their indices fit in memory.
         excluded_of = None
         if self._excluded_per_row[start:stop].sum() <= MOST_CELLS_AT_ONCE:
             row_N, column_N = self._excluded(start, stop, None)
             excluded_of = [(row_N[some], column_N[some]) for some in _split_by_tile(column_N, width, self.num_columns)]
-        for index, (pairs, named) in enumerate(zip(pairs_of, named_of, strict=True)):
+        for index, (pairs, own) in enumerate(zip(pairs_of, own_negatives_of, strict=True)):
             left = index * width
             right = min(left + width, self.num_columns)
             row_N, column_N = self._excluded(start, stop, (left, right)) if excluded_of is None else excluded_of[index]
@@ -185,7 +185,7 @@ class CellMap:
                 pairs=self._tensor(pairs + inside.start),
                 pair_cells=self._tensor(pair_rows[pairs] * (right - left) + pair_columns[pairs] - left),
                 excluded=self._tensor(row_N * (right - left) + column_N - left),
-                named=self._tensor(named_rows[named] * (right - left) + named_columns[named] - left),
+                own_negative_cells=self._tensor(own_rows[own] * (right - left) + own_columns[own] - left),
             )
 
     def _excluded(self, start: int, stop: int, columns: tuple[int, int] | None) -> tuple[Integers, Integers]:

@@ -92,10 +92,10 @@ class ColbertLoss(SoftmaxLoss):
         """Return the loss over the whole matrix of scores."""
         return self.of_similarities([(1.0, maxsim(q, d, mean=self.mean))], structure)
 
-    def tiles(self, batch: StreamedBatch, *, scale: float, longest: float = math.inf) -> MaxSimTiles:
+    def make_tiles(self, batch: StreamedBatch, *, scale: float, longest: float = math.inf) -> MaxSimTiles:
         """Return the tiles of a batch."""
-        cells = self.cells(batch)
-        return MaxSimTiles(batch, cells, scale=scale, longest=longest, mean=self.mean, tile_size=self.tile_size)
+        cell_map = self.make_cell_map(batch)
+        return MaxSimTiles(batch, cell_map, scale=scale, longest=longest, mean=self.mean, tile_size=self.tile_size)
 
 
 def maxsim(q: MultiVectors, d: MultiVectors, *, mean: bool) -> Tensor:
@@ -109,7 +109,7 @@ class MaxSimTiles(SimilarityTiles):
     """MaxSim scores of tiles, and the backward pass from their gradients to the winning vectors."""
 
     def __init__(
-        self, batch: StreamedBatch, cells: CellMap, *, scale: float, longest: float, mean: bool, tile_size: int
+        self, batch: StreamedBatch, cell_map: CellMap, *, scale: float, longest: float, mean: bool, tile_size: int
     ) -> None:
         assert batch.counts is not None, "MaxSim takes rows of several vectors"
         q_counts, self._d_counts = batch.counts
@@ -117,7 +117,7 @@ class MaxSimTiles(SimilarityTiles):
         # A sum over n vectors is bounded by n times the largest product, a mean by the product itself.
         longest *= 1 if mean else row_vectors
         super().__init__(
-            batch.q_QE, batch.d_DE, cells, scale=scale, longest=longest, prefixes=None, tile_size=tile_size
+            batch.q_QE, batch.d_DE, cell_map, scale=scale, longest=longest, prefixes=None, tile_size=tile_size
         )
         self.row_vectors = row_vectors
         self._q_starts, self._d_starts = (np.concatenate([[0], np.cumsum(counts)]) for counts in batch.counts)

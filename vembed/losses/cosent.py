@@ -116,25 +116,25 @@ class CosentLoss(CellLoss):
         """Return the logits of listed pairs (K, P), or sums over both kinds of cells (2, K, 1), for ranks to merge."""
         if (listed := self.listed(batch.structure)) is None:
             return super().statistics(batch)
-        pairs = PairSweep(batch, self.similarity, dims=self.prefix_dims, tile_size=self.tile_size)
+        pairs = self._pair_sweep(batch)
         logits_KA = self.scale * pairs.similarities()
         # Every logit is a sum that one rank has and the others have empty.
         logits = LogSumExp.empty(len(logits_KA), len(listed[0]), like=logits_KA, bounded=False)
         inside_A = self._numbers(pairs, batch)
         logits.max[:, inside_A], logits.sum[:, inside_A] = logits_KA, 1.0
-        return Statistics(pairs, logits)
+        return Statistics(columns=logits)
 
     def sweep(self, batch: StreamedBatch) -> CosentSweep:
         """Begin the sums over positives and over all other cells."""
-        tiles = self.tiles(batch, scale=self.scale)
+        tiles = self.make_tiles(batch, scale=self.scale)
         logs_Q = to_device(_logs(batch.structure, tiles.zeros())[batch.rows], tiles.device)
         weights_K = torch.tensor(self.prefix_weights, dtype=tiles.dtype, device=tiles.device)
         return CosentSweep(tiles, logs_Q, weights_K, share_of(batch.structure, batch.queries))
 
-    def shared(self, sweep: CosentSweep) -> Statistics:
+    def statistics_to_merge(self, sweep: CosentSweep) -> Statistics:
         """Return the sums over the lower cells and over the positives of this rank, (2, K, 1)."""
         lower_KQ = sweep.rows.value() + sweep.logs_Q
-        higher_KP = sweep.logs_Q[sweep.tiles.cells.pair_rows] - sweep.positives_KP
+        higher_KP = sweep.logs_Q[sweep.tiles.cell_map.pair_rows] - sweep.positives_KP
         return Statistics(sweep, LogSumExp.stack([_over_all(lower_KQ), _over_all(higher_KP)]))
 
     @torch.no_grad()
@@ -154,10 +154,13 @@ class CosentLoss(CellLoss):
         groups_P, logs_P = (to_device(values, batch.q_QE.device) for values in (groups_P, logs_P))
         loss_K, slopes_KP = _compare(logits_KP, groups_P, len(grades_G), logs_P)
         weights_K = torch.tensor(self.prefix_weights, dtype=loss_K.dtype, device=loss_K.device)
-        pairs, (dq_QE, dd_DE) = statistics.sweep, zero_gradients(batch, into)
+        pairs, (dq_QE, dd_DE) = self._pair_sweep(batch), zero_gradients(batch, into)
         slopes_KA = slopes_KP[:, self._numbers(pairs, batch)] * (self.scale * weights_K)[:, None]
         pairs.backward(slopes_KA, dq_QE, dd_DE)
         return LossGradients((loss_K * weights_K).sum() * share_of(batch.structure, batch.queries), dq_QE, dd_DE, {})
+
+    def _pair_sweep(self, batch: StreamedBatch) -> PairSweep:
+        return PairSweep(batch, self.similarity, dims=self.prefix_dims, tile_size=self.tile_size)
 
     def _numbers(self, pairs: PairSweep, batch: StreamedBatch) -> Tensor:
         """Return the numbers of this rank's pairs among the batch's listed ones."""
@@ -208,9 +211,9 @@ class CosentSweep(Sweep):
     def __init__(self, tiles: SimilarityTiles, logs_Q: Tensor, weights_K: Tensor, share: float) -> None:
         super().__init__(tiles)
         self.logs_Q, self.weights_K, self.share = logs_Q, weights_K, share
-        cells = tiles.cells
-        self.rows = LogSumExp.empty(tiles.num_prefixes, cells.num_rows, like=tiles.zeros(), bounded=False)
-        self.positives_KP = tiles.zeros(tiles.num_prefixes, len(cells.pair_rows))
+        cell_map = tiles.cell_map
+        self.rows = LogSumExp.empty(tiles.num_prefixes, cell_map.num_rows, like=tiles.zeros(), bounded=False)
+        self.positives_KP = tiles.zeros(tiles.num_prefixes, len(cell_map.pair_rows))
 
     def collect(self, part: TileLogits) -> None:
         """Add the cells of a tile to the sums of their rows."""
@@ -227,7 +230,7 @@ class CosentSweep(Sweep):
         loss_K = torch.logaddexp(lower_K + higher_K, torch.zeros_like(lower_K))
         self.loss = (loss_K * self.weights_K).sum() * self.share
         self.row_shifts_KQ = (self.weights_K.log() + higher_K - loss_K)[:, None] + self.logs_Q
-        falls_KP = self.logs_Q[self.tiles.cells.pair_rows] - self.positives_KP
+        falls_KP = self.logs_Q[self.tiles.cell_map.pair_rows] - self.positives_KP
         self.pair_slopes_KP = -(falls_KP + (self.weights_K.log() + lower_K - loss_K)[:, None]).exp()
 
     def slopes(self, part: TileLogits) -> Tensor:
@@ -245,7 +248,7 @@ def _logs(structure: BatchStructure, like: Tensor) -> Tensor:
 def _over_all(logits_KN: Tensor) -> LogSumExp:
     """Return the sum over all of a prefix, (K, 1)."""
     groups_N = torch.zeros(logits_KN.shape[1], dtype=torch.int64, device=logits_KN.device)
-    return LogSumExp.of_groups(logits_KN, groups_N, 1)
+    return LogSumExp.scattered(logits_KN, groups_N, 1)
 
 
 def _compare(logits_KP: Tensor, groups_P: Tensor, count: int, weights_P: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,7 +260,7 @@ def _compare(logits_KP: Tensor, groups_P: Tensor, count: int, weights_P: Tensor)
         weights_P: Log of each pair's weight.
     """
     lower_KP, higher_KP = weights_P + logits_KP, weights_P - logits_KP
-    lower_KG, higher_KG = (LogSumExp.of_groups(side, groups_P, count).value() for side in (lower_KP, higher_KP))
+    lower_KG, higher_KG = (LogSumExp.scattered(side, groups_P, count).value() for side in (lower_KP, higher_KP))
     # Sums over all lower and all higher grades: running sums over grades, shifted by one as a grade isn't compared with
     # itself. A matrix of all pairs of pairs would take P squared numbers.
     nothing_K1 = torch.full_like(lower_KG[:, :1], -math.inf)

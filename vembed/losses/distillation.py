@@ -71,7 +71,7 @@ class TeacherLoss(CellLoss):
 
     def sweep(self, batch: StreamedBatch) -> Sweep:
         """Begin the sums of a batch."""
-        tiles = self.tiles(batch, scale=1 / self.divisor)
+        tiles = self.make_tiles(batch, scale=1 / self.divisor)
         kind = KLSweep if self.kind == "kl" else SquaredErrorSweep
         return kind(tiles, batch, self.query_weights(batch, tiles, self.factor), self.divisor)
 
@@ -97,7 +97,7 @@ class SquaredErrorSweep(Sweep):
         """Add (S - T)^2 of a tile, and turn its logits into 2 (S - T), times the weight of a cell."""
         # The mean over documents is in the weight: a cell's is that of its query over the number of columns.
         errors_RC = part.logits_RC.sub_(self.targets(part.tile))
-        weights_R1 = self.weights_KQ[part.prefix, part.tile.rows, None] / self.tiles.cells.num_columns
+        weights_R1 = self.weights_KQ[part.prefix, part.tile.rows, None] / self.tiles.cell_map.num_columns
         self.loss += (errors_RC.square() * weights_R1).sum()
         errors_RC.mul_(2 * weights_R1)
 
@@ -109,7 +109,7 @@ class KLSweep(SquaredErrorSweep):
 
     def __init__(self, tiles: SimilarityTiles, batch: StreamedBatch, weights_KQ: Tensor, divisor: float) -> None:
         super().__init__(tiles, batch, weights_KQ, divisor)
-        count, like = tiles.cells.num_rows, tiles.zeros()
+        count, like = tiles.cell_map.num_rows, tiles.zeros()
         self.teacher_rows = LogSumExp.empty(1, count, like=like, bounded=False)
         self.rows = LogSumExp.empty(tiles.num_prefixes, count, like=like, bounded=False)
         self.teacher_totals_Q, self.totals_KQ = tiles.zeros(count), tiles.zeros(tiles.num_prefixes, count)

@@ -112,10 +112,10 @@ class TileFilter:
 
 def _best(tiles: SimilarityTiles, sides: tuple[Tensor, Tensor], dim: int | None) -> Tensor:
     """Return the highest similarity of each query's positives, (Q,); -inf without any."""
-    cells = tiles.cells
-    best_Q = tiles.zeros(cells.num_rows).fill_(-math.inf)
+    cell_map = tiles.cell_map
+    best_Q = tiles.zeros(cell_map.num_rows).fill_(-math.inf)
     # A block of pairs at a time: rows of all pairs would be a copy of the queries, and one of their documents.
-    pairs = (side.split(tiles.tile_size) for side in (cells.pair_rows, cells.pair_columns))
+    pairs = (side.split(tiles.tile_size) for side in (cell_map.pair_rows, cell_map.pair_columns))
     for rows, columns in zip(*pairs, strict=True):
         q_PE, d_PE = sides[0][rows].to(tiles.dtype), sides[1][columns].to(tiles.dtype)
         best_Q.scatter_reduce_(0, rows, pair_similarity(q_PE, d_PE, dim), "amax")

@@ -56,7 +56,7 @@ class InBatchHard(InfoNCE):
         return cls(**softmax_options(keys, common), hard_topk=None if keys.use_all_negatives else keys.hard_topk)
 
     def _direction(self, logits_RC: Tensor, positive_RC: Tensor, shares_R: Tensor) -> Tensor:
-        """Return the mean over rows of their InfoNCE, over positives and the hardest of the other columns."""
+        """Return the sum over rows of share x InfoNCE, over positives and the hardest of the other columns."""
         if self.hard_topk is not None:
             negatives_RC = logits_RC.detach().masked_fill(positive_RC, -math.inf)
             order_RC = negatives_RC.argsort(dim=1, descending=True, stable=True)
@@ -69,14 +69,14 @@ class InBatchHard(InfoNCE):
         """Begin the lists of the largest negatives of rows, and of columns when bidirectional."""
         if self.hard_topk is None:
             return super().sweep(batch)
-        return HardestSweep(self, batch, self.scaled_tiles(batch), self.hard_topk)
+        return HardestSweep(self, batch, self.make_scaled_tiles(batch), self.hard_topk)
 
-    def shared(self, sweep: SoftmaxSweep) -> Statistics:
+    def statistics_to_merge(self, sweep: SoftmaxSweep) -> Statistics:
         """Return the sums over the positives of each document, and the largest negatives of each."""
         if not isinstance(sweep, HardestSweep):
-            return super().shared(sweep)
-        cells = sweep.tiles.cells
-        positives = LogSumExp.of_groups(sweep.positives_KP, cells.pair_columns, cells.num_columns)
+            return super().statistics_to_merge(sweep)
+        cell_map = sweep.tiles.cell_map
+        positives = LogSumExp.scattered(sweep.positives_KP, cell_map.pair_columns, cell_map.num_columns)
         return Statistics(sweep, positives, sweep.column_hardest)
 
     @torch.no_grad()
@@ -86,15 +86,16 @@ class InBatchHard(InfoNCE):
         """Return loss and gradients, from the chosen cells alone: no second sweep."""
         if self.hard_topk is None or (statistics is None and self.needs_statistics):
             return super().gradients(batch, statistics, into)
-        sweep: Any = self.sweep(batch) if statistics is None else statistics.sweep  # a HardestSweep
+        sweep = self.sweep(batch) if statistics is None else statistics.sweep
+        assert isinstance(sweep, HardestSweep)
         tiles = sweep.tiles
         for rows in tiles.row_blocks() if statistics is None else ():
             collect_rows(sweep, rows)
-        sweep.complete(slice(0, tiles.cells.num_rows), statistics)
+        sweep.complete(slice(0, tiles.cell_map.num_rows), statistics)
         # P + k (Q + D) cells have a gradient: a second sweep would multiply all Q x D of them by E, twice.
         out = empty_gradients(tiles, batch, into)
         for prefix in range(tiles.num_prefixes):
-            pairs = tiles.cells.pair_rows, tiles.cells.pair_columns
+            pairs = tiles.cell_map.pair_rows, tiles.cell_map.pair_columns
             tiles.backward_cells(prefix, pairs, sweep.pair_slopes_KP[prefix], out)
             for cells, slopes_N in sweep.hardest_cells(prefix, batch.first_query):
                 tiles.backward_cells(prefix, cells, slopes_N, out)
@@ -108,10 +109,10 @@ class HardestSweep(InfoNCESweep):
         super().__init__(loss, batch, tiles)
         self.first_query = batch.first_query
         like, num_prefixes = tiles.zeros(), tiles.num_prefixes
-        self.row_hardest = Hardest.empty(num_prefixes, tiles.cells.num_rows, hard_topk, like=like)
+        self.row_hardest = Hardest.empty(num_prefixes, tiles.cell_map.num_rows, hard_topk, like=like)
         self.column_hardest: Hardest | None = None
         if loss.bidirectional:
-            self.column_hardest = Hardest.empty(num_prefixes, tiles.cells.num_columns, hard_topk, like=like)
+            self.column_hardest = Hardest.empty(num_prefixes, tiles.cell_map.num_columns, hard_topk, like=like)
 
     def collect(self, part: TileLogits) -> None:
         """Add a tile to the lists."""
@@ -133,15 +134,15 @@ class HardestSweep(InfoNCESweep):
     def hardest_cells(self, prefix: int, first_query: int) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
         """Yield row and column of the listed cells of both directions, and their slopes."""
         slopes_Qk = (self.row_hardest.logits[prefix] + self.row_shifts_KQ[prefix, :, None]).exp_()
-        yield (_groups(slopes_Qk), self.row_hardest.positions[prefix].view(-1)), slopes_Qk.view(-1)
-        if self.column_hardest is None or self.column_shifts_KD is None or not self.tiles.cells.num_rows:
+        yield (_lines(slopes_Qk), self.row_hardest.positions[prefix].view(-1)), slopes_Qk.view(-1)
+        if self.column_hardest is None or self.column_shifts_KD is None or not self.tiles.cell_map.num_rows:
             return
         positions_Dk = self.column_hardest.positions[prefix]
         slopes_Dk = (self.column_hardest.logits[prefix] + self.column_shifts_KD[prefix, :, None]).exp_().view(-1)
         # Of all ranks' queries, this one's have a gradient here. Selecting them would wait for the device.
         rows = positions_Dk.view(-1) - first_query
-        slopes_Dk.masked_fill_((rows < 0) | (rows >= self.tiles.cells.num_rows), 0.0)
-        yield (rows.clamp_(0, self.tiles.cells.num_rows - 1), _groups(positions_Dk)), slopes_Dk
+        slopes_Dk.masked_fill_((rows < 0) | (rows >= self.tiles.cell_map.num_rows), 0.0)
+        yield (rows.clamp_(0, self.tiles.cell_map.num_rows - 1), _lines(positions_Dk)), slopes_Dk
 
 
 def _sums(hardest: Hardest) -> LogSumExp:
@@ -150,7 +151,7 @@ def _sums(hardest: Hardest) -> LogSumExp:
     return LogSumExp(value, torch.ones_like(value))
 
 
-def _groups(lists_Gk: Tensor) -> Tensor:
-    """Return the group of each entry of lists, (G * k,)."""
-    groups_G = torch.arange(len(lists_Gk), device=lists_Gk.device)
-    return groups_G.repeat_interleave(lists_Gk.shape[1])
+def _lines(lists_Lk: Tensor) -> Tensor:
+    """Return the line of each entry of lists, (L * k,)."""
+    lines_L = torch.arange(len(lists_Lk), device=lists_Lk.device)
+    return lines_L.repeat_interleave(lists_Lk.shape[1])

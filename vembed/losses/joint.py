@@ -39,7 +39,7 @@ from vembed.batch import ranges
 from vembed.device import to_device
 from vembed.losses.base import BatchStructure, query_shares
 from vembed.losses.cells import CellMap, positive_mask
-from vembed.losses.infonce import InfoNCE, SoftmaxSweep
+from vembed.losses.infonce import InfoNCE, SoftmaxSweep, line_terms
 from vembed.losses.streamed import (
     LogSumExp,
     LossGradients,
@@ -90,12 +90,12 @@ class JointInfoNCE(InfoNCE):
         for (weight, similarity_QD), (_, of_queries_QQ), (_, of_documents_DD) in blocks:
             scale = self.log_scale.exp()
             logits_QD = (scale * similarity_QD).masked_fill(masked_QD, -math.inf)
-            raised_QD = logits_QD
+            query_logits_QD = logits_QD
             if self.hardness is not None:
-                penalties_QD = self.hardness.penalties(similarity_QD, structure)
-                raised_QD = logits_QD + penalties_QD.masked_fill(positive_QD, 0.0)
+                added_QD = self.hardness.added_logits(similarity_QD, structure)
+                query_logits_QD = logits_QD + added_QD.masked_fill(positive_QD, 0.0)
             wanted_Q = logits_QD.masked_fill(~positive_QD, -math.inf).logsumexp(dim=1)
-            parts = [raised_QD.logsumexp(dim=1)]
+            parts = [query_logits_QD.logsumexp(dim=1)]
             if self.queries_too:
                 parts.append((scale * of_queries_QQ).masked_fill(alike_QQ, -math.inf).logsumexp(dim=1))
             if self.columns_too:
@@ -106,6 +106,7 @@ class JointInfoNCE(InfoNCE):
                 parts.append(_of_positives(rows_D, positive_QD))
             losses_Q = torch.stack(parts).logsumexp(dim=0) - wanted_Q
             if self.focal_gamma:
+                # 1 - exp(-loss) = the negatives' share of the softmax, exact for tiny losses.
                 losses_Q = losses_Q * (-torch.expm1(-losses_Q.detach())).pow(self.focal_gamma)
             # A query without positives has an infinite loss, which its weight of 0 would turn into NaN.
             losses.append(weight * torch.where(positive_QD.any(dim=1), losses_Q * shares_Q, 0.0).sum())
@@ -137,19 +138,19 @@ class JointInfoNCE(InfoNCE):
     @torch.no_grad()
     def statistics(self, batch: StreamedBatch) -> Statistics:
         """Return sums (K, Q + Q + D): over each query's negatives and positives, and over each document's."""
-        tiles = self.scaled_tiles(batch)
+        tiles = self.make_scaled_tiles(batch)
         sweep = SoftmaxSweep(tiles, columns=self.columns_too, hardness=self.hardness)
         rows = _swept(sweep)
         if self.queries_too:
             rows = rows.merge(_swept(SoftmaxSweep(self._of_queries(batch, tiles), columns=False)))
-        cells, like, shape = tiles.cells, tiles.zeros(), (tiles.num_prefixes,)
-        positives = LogSumExp.of_groups(sweep.positives_KP, cells.pair_rows, cells.num_rows)
+        cell_map, like, shape = tiles.cell_map, tiles.zeros(), (tiles.num_prefixes,)
+        positives = LogSumExp.scattered(sweep.positives_KP, cell_map.pair_rows, cell_map.num_rows)
         # Queries are summed by one rank each: the sums of all others are empty, so that merging them is a gather.
         of_queries = [LogSumExp.empty(*shape, batch.structure.num_queries, like=like, bounded=False) for _ in range(2)]
         for whole, part in zip(of_queries, (rows, positives), strict=True):
             part = part.without_idle_maxima()
             whole.max[:, batch.rows], whole.sum[:, batch.rows] = part.max, part.sum
-        documents = LogSumExp.empty(*shape, cells.num_columns, like=like, bounded=False)
+        documents = LogSumExp.empty(*shape, cell_map.num_columns, like=like, bounded=False)
         if sweep.columns is not None:
             documents = sweep.columns.without_idle_maxima()
         if (rows_of := self._of_documents(batch, tiles)) is not None:
@@ -169,6 +170,7 @@ class JointInfoNCE(InfoNCE):
         if statistics is None or statistics.columns is None:
             raise ValueError("one softmax over several directions needs the statistics of all ranks first")
         sweep = statistics.sweep
+        assert isinstance(sweep, SoftmaxSweep)
         tiles = sweep.tiles
         out = empty_gradients(tiles, batch, into)
         loss, shifts_KQ, shifts_KD, sweep.pair_slopes_KP = self._terms(batch, sweep, statistics.columns)
@@ -200,25 +202,22 @@ class JointInfoNCE(InfoNCE):
     def _terms(
         self, batch: StreamedBatch, sweep: SoftmaxSweep, columns: LogSumExp
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return this rank's loss, the shifts of all queries and documents, and its positive pairs' gradients."""
+        """Return this rank's loss, the shifts of all queries and documents, and its positive pairs' slopes."""
         tiles, num_queries = sweep.tiles, batch.structure.num_queries
-        rows_KQ, p_KQ, documents_KD = columns.value().split([num_queries, num_queries, tiles.cells.num_columns], dim=1)
+        counts = [num_queries, num_queries, tiles.cell_map.num_columns]
+        rows_KQ, p_KQ, documents_KD = columns.value().split(counts, dim=1)
         pairs = np.unique(batch.structure.positives_P2.cpu().numpy(), axis=0).T.copy()
         queries_P, documents_P = (to_device(torch.from_numpy(side), tiles.device) for side in pairs)
         # Sums over documents reach a query by way of its positives; a query with two of them has both sums.
-        through_KQ = LogSumExp.of_groups(documents_KD[:, documents_P], queries_P, num_queries).value()
+        through_KQ = LogSumExp.scattered(documents_KD[:, documents_P], queries_P, num_queries).value()
         n_KQ = torch.logaddexp(rows_KQ, through_KQ)
         if self.columns_too:
             n_KQ = torch.logaddexp(n_KQ, p_KQ)
-        counts_KQ = p_KQ != -math.inf
-        gap_KQ = torch.where(counts_KQ, n_KQ - p_KQ, -math.inf)
         weights_KQ = self.weights_of(query_shares(batch.structure), tiles)
-        if self.focal_gamma:
-            weights_KQ = weights_KQ * gap_KQ.sigmoid().pow(self.focal_gamma)
+        weights_KQ, gap_KQ, _, shifts_KQ = line_terms(n_KQ, p_KQ, weights_KQ, self.focal_gamma)
         loss = (-logsigmoid(-gap_KQ) * weights_KQ)[:, batch.rows].sum()
-        shifts_KQ = torch.where(counts_KQ, weights_KQ.log() - torch.logaddexp(n_KQ, p_KQ), -math.inf)
-        shifts_KD = LogSumExp.of_groups(shifts_KQ[:, queries_P], documents_P, tiles.cells.num_columns).value()
-        logits_KP, rows_P = sweep.positives_KP, tiles.cells.pair_rows + batch.first_query
+        shifts_KD = LogSumExp.scattered(shifts_KQ[:, queries_P], documents_P, tiles.cell_map.num_columns).value()
+        logits_KP, rows_P = sweep.positives_KP, tiles.cell_map.pair_rows + batch.first_query
         # A positive stands in the sum over all (rises) and in the one that is subtracted (falls); where columns compete
         # it stands in the former twice.
         falls_KP = (logits_KP - p_KQ[:, rows_P]).exp() * gap_KQ[:, rows_P].sigmoid() * weights_KQ[:, rows_P]
@@ -274,9 +273,9 @@ class JointInfoNCE(InfoNCE):
     def _block(
         self, rows_NE: Tensor, columns_ME: Tensor, structure: BatchStructure, rows: range, tiles: SimilarityTiles
     ) -> SimilarityTiles:
-        cells = CellMap(structure, rows, mask_false_negatives=self.mask_false_negatives, device=tiles.device)
+        cell_map = CellMap(structure, rows, mask_false_negatives=self.mask_false_negatives, device=tiles.device)
         return SimilarityTiles(
-            rows_NE, columns_ME, cells, scale=tiles.scale, prefixes=self.prefixes, tile_size=self.tile_size
+            rows_NE, columns_ME, cell_map, scale=tiles.scale, prefixes=self.prefixes, tile_size=self.tile_size
         )
 
 
@@ -300,7 +299,7 @@ def _back(sweep: SoftmaxSweep, rows_KQ: Tensor, columns_KD: Tensor | None, out: 
 
 
 def _moments(tiles: SimilarityTiles) -> tuple[Tensor, Tensor]:
-    rows, columns = (tiles.zeros(tiles.num_prefixes, n) for n in (tiles.cells.num_rows, tiles.cells.num_columns))
+    rows, columns = (tiles.zeros(tiles.num_prefixes, n) for n in (tiles.cell_map.num_rows, tiles.cell_map.num_columns))
     return rows, columns
 
 

@@ -286,4 +286,4 @@ class KlLoss(ListedLoss):
 def _log_shares(logits_A: Tensor, lists_A: Tensor, count: int) -> Tensor:
     """Return the log of each logit's share of its list, (A,)."""
     # The log-sum-exp of each list without a loop over lists, which have different lengths.
-    return logits_A - LogSumExp.of_groups(logits_A[None], lists_A, count).value()[0, lists_A]
+    return logits_A - LogSumExp.scattered(logits_A[None], lists_A, count).value()[0, lists_A]

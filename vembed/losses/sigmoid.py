@@ -53,7 +53,7 @@ class SigmoidSweep(Sweep):
         # Masked cells hold -inf, of which softplus and sigmoid make 0. The filter has compared logits without the bias.
         logits_RC, positives_P = part.logits_RC.add_(self.bias), part.positives_P + self.bias
         weights_Q = self.weights_KQ[part.prefix]
-        weights_R, weights_P = weights_Q[part.tile.rows], weights_Q[self.tiles.cells.pair_rows[part.tile.pairs]]
+        weights_R, weights_P = weights_Q[part.tile.rows], weights_Q[self.tiles.cell_map.pair_rows[part.tile.pairs]]
         self.loss += softplus(logits_RC, threshold=EXACT_THRESHOLD).sum(dim=1) @ weights_R
         self.loss += softplus(-positives_P, threshold=EXACT_THRESHOLD) @ weights_P
         logits_RC.sigmoid_().mul_(weights_R[:, None])
@@ -104,7 +104,7 @@ class SigmoidLoss(CellLoss):
     def sweep(self, batch: StreamedBatch) -> SigmoidSweep:
         """Begin the sums of a batch."""
         scale, bias = read_numbers(self.log_scale.exp(), self.bias)
-        tiles = self.tiles(batch, scale=scale)
+        tiles = self.make_tiles(batch, scale=scale)
         return SigmoidSweep(tiles, self.query_weights(batch, tiles), bias)
 
     def parameter_gradients(self, sweep: SigmoidSweep, scale_gradient: Tensor) -> dict[str, Tensor]:

@@ -106,7 +106,7 @@ class SpreadOutLoss(StreamedLoss):
     @torch.no_grad()
     def statistics(self, batch: StreamedBatch) -> Statistics:
         """Return the sums over this rank's rows of both sides, (2, K, F)."""
-        tiles = self.tiles(batch, scale=1.0)  # for its type and device alone
+        tiles = self.make_tiles(batch, scale=1.0)  # for its type and device alone
         dims = [dim or batch.q_QE.shape[1] for dim in self.prefix_dims]
         sums_2KF = tiles.zeros(2, len(dims), 2 + max(dims) + max(dims) ** 2)
         # One tensor for all sums, so that ranks need one collective. Shorter prefixes leave the end of their row zero.

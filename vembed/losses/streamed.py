@@ -1,7 +1,8 @@
 """Losses that stream: gradients of all embeddings in the memory of a few tiles, without autograd.
 
 `forward` of a loss is its definition over the whole matrix, in plain autograd; tests hold the rest to it. A loss over
-the cells of the matrix (`CellLoss`) streams by a `Sweep`, which adds up tiles and then turns them into their slopes.
+the cells of the matrix (`CellLoss`) streams by a `Sweep`, which adds up tiles and then turns them into slopes. Slope:
+dL/dlogit of one cell.
 The loops over tiles are here, once:
 
     reach "cell"     for each tile: slopes                                               1 product forth, 2 back
@@ -12,7 +13,8 @@ No loss knows of ranks: a rank passes its queries and the documents of all ranks
 between the sweeps and adds up losses and document gradients after them (gradcache/loss_stage.py). Numbers are read
 from the device once, whatever the tiles.
 
-Shape legend: Q queries of this rank, D documents of all ranks, K prefixes, R x C cells of a tile, P positive pairs.
+Shape legend: Q queries of this rank, D documents of all ranks, K prefixes, R x C cells of a tile, P positive pairs,
+L lines: rows of the matrix, or its columns.
 Source: Milakov & Gimelshein, 2018, "Online normalizer calculation for softmax" (sums merged as max and sum).
 """
 
@@ -88,7 +90,7 @@ class LossGradients(NamedTuple):
 class Statistics:
     """Sums over the tiles of one rank, which ranks merge before any of them differentiates."""
 
-    sweep: Any = None  # goes on from them, with the numbers that are this rank's alone
+    sweep: Sweep | None = None  # the sweep to continue; never merged, never sent
     columns: LogSumExp | None = None  # merged as (max, sum), any shape
     column_hardest: Hardest | None = None  # merged: the largest of all ranks remain
     sums: Tensor | None = None  # added up, any shape
@@ -156,7 +158,7 @@ class StreamedLoss(BatchLoss):
             into: Where to write dq (Q, E) and dd (D, E), of the type of the gradients; None allocates them.
         """
 
-    def tiles(self, batch: StreamedBatch, *, scale: float, longest: float = math.inf) -> SimilarityTiles:
+    def make_tiles(self, batch: StreamedBatch, *, scale: float, longest: float = math.inf) -> SimilarityTiles:
         """Return the tiles of a batch.
 
         Args:
@@ -165,7 +167,7 @@ class StreamedLoss(BatchLoss):
         tiles = SimilarityTiles(
             batch.q_QE,
             batch.d_DE,
-            self.cells(batch),
+            self.make_cell_map(batch),
             scale=scale,
             longest=longest,
             prefixes=self.prefixes,
@@ -175,7 +177,7 @@ class StreamedLoss(BatchLoss):
             tiles.filter = TileFilter(self.negative_filter, batch, tiles, self.prefix_dims)
         return tiles
 
-    def cells(self, batch: StreamedBatch) -> CellMap:
+    def make_cell_map(self, batch: StreamedBatch) -> CellMap:
         """Return the positives and the excluded cells of this rank's queries."""
         masks, device = self.mask_false_negatives, batch.q_QE.device
         return CellMap(batch.structure, batch.queries, mask_false_negatives=masks, device=device)
@@ -193,10 +195,10 @@ class StreamedLoss(BatchLoss):
         """Return the weight of each of this rank's queries in each prefix, (K, Q); over all ranks they sum to share."""
         return self.weights_of(share * query_shares(batch.structure)[batch.rows], tiles)
 
-    def weights_of(self, shares_G: Tensor, tiles: SimilarityTiles) -> Tensor:
-        """Return the weight of each prefix times some shares, (K, G), on the device of the tiles."""
-        weights_KG = torch.stack([weight * shares_G for weight in self.prefix_weights]).to(tiles.dtype)
-        return to_device(weights_KG, tiles.device)
+    def weights_of(self, shares_L: Tensor, tiles: SimilarityTiles) -> Tensor:
+        """Return the weight of each prefix times some shares, (K, L), on the device of the tiles."""
+        weights_KL = torch.stack([weight * shares_L for weight in self.prefix_weights]).to(tiles.dtype)
+        return to_device(weights_KL, tiles.device)
 
     @property
     def prefix_weights(self) -> tuple[float, ...]:
@@ -235,8 +237,8 @@ class Sweep:
 
     reach: Reach = "cell"
     """Cells that the slope of a cell depends on: itself alone, all of its row, or all of the batch."""
-    takes_kept_logits: ClassVar[bool] = False
-    """With reach "row": whether `slopes` goes on from the matrix that `collect` left, which saves a product."""
+    can_reuse_logits: ClassVar[bool] = False
+    """With reach "row": whether `slopes` can go on from the matrix that `collect` left, which saves a product."""
     every_cell: ClassVar[bool] = False
     """True where positives and masked cells are cells like any other; then `positives_P` is empty."""
 
@@ -248,14 +250,14 @@ class Sweep:
         """Add a tile to the sums; the matrix is scratch afterwards. Reach "cell" has none."""
 
     def complete(self, rows: slice, merged: Statistics | None = None) -> None:
-        """Find the loss of some rows and what their slopes need: all their tiles are collected.
+        """Compute the loss of some rows and what their slopes need: all their tiles are collected.
 
         Args:
             merged: With reach "batch", the statistics of all ranks.
         """
 
     def slopes(self, part: TileLogits) -> Tensor | None:
-        """Turn the logits of a tile into dL/dlogits, in place, and return those of its positives (P,).
+        """Turn the logits of a tile into slopes, in place, and return those of its positives (P,).
 
         None where the matrix has them already. A sweep that only collects, for cells that are differentiated one by
         one, has no slopes.
@@ -274,7 +276,7 @@ class CellLoss(StreamedLoss):
         """Return the gradients of the loss's own parameters after the last tile, by name."""
         return {}
 
-    def shared(self, sweep: Any) -> Statistics:
+    def statistics_to_merge(self, sweep: Any) -> Statistics:
         """Return what ranks merge after the first sweep, for reach "batch"."""
         return Statistics(sweep)
 
@@ -286,7 +288,7 @@ class CellLoss(StreamedLoss):
         sweep = self.sweep(batch)
         for rows in sweep.tiles.row_blocks():
             collect_rows(sweep, rows)
-        return self.shared(sweep)
+        return self.statistics_to_merge(sweep)
 
     @torch.no_grad()
     def gradients(
@@ -295,10 +297,13 @@ class CellLoss(StreamedLoss):
         """Return loss and gradients, from the statistics of all ranks where the loss needs them."""
         if statistics is None and self.needs_statistics:
             raise ValueError(f"{type(self).__name__} needs the statistics of all ranks first")
-        sweep: Sweep = self.sweep(batch) if statistics is None else statistics.sweep
-        if statistics is not None:
+        if statistics is None:
+            sweep = self.sweep(batch)
+        else:
+            assert statistics.sweep is not None
+            sweep = statistics.sweep
             sweep.loss = sweep.tiles.zeros()  # the same statistics may be differentiated again
-            sweep.complete(slice(0, sweep.tiles.cells.num_rows), statistics)
+            sweep.complete(slice(0, sweep.tiles.cell_map.num_rows), statistics)
         out = empty_gradients(sweep.tiles, batch, into)
         differentiate(sweep, out)
         parameters = self.parameter_gradients(sweep, sweep.tiles.finish(out))
@@ -322,7 +327,7 @@ def differentiate(sweep: Sweep, out: EmbeddingGradients) -> None:
     """Add the slopes of all tiles to the gradients of the embeddings."""
     tiles = sweep.tiles
     # Kept logits are worth a product of Q x D x E: 3 instead of 4.
-    height = _kept_height(tiles) if sweep.reach == "row" and sweep.takes_kept_logits else None
+    height = _kept_height(tiles) if sweep.reach == "row" and sweep.can_reuse_logits else None
     for rows in tiles.row_blocks(height):
         kept: list[TileLogits] = []
         if sweep.reach == "row":
@@ -342,7 +347,7 @@ def differentiate(sweep: Sweep, out: EmbeddingGradients) -> None:
 
 
 def _replace_by_slopes(sweep: Sweep, part: TileLogits) -> None:
-    """Turn the logits of a tile into dL/dlogits, those of its positives included."""
+    """Turn the logits of a tile into slopes, those of its positives included."""
     slopes_P = sweep.slopes(part)
     if slopes_P is not None:
         part.logits_RC.view(-1)[part.tile.pair_cells] = slopes_P
@@ -355,8 +360,8 @@ def _kept_height(tiles: SimilarityTiles) -> int | None:
     """
     # As many rows as fill STRIP_TILES tiles with all of their columns: the more documents, the flatter the block. Flat
     # blocks leave a device idle, and every one of them reads all documents again.
-    num_vectors = min(tiles.tile_size, STRIP_TILES * tiles.tile_size**2 // tiles.cells.num_columns)
-    enough = min(LEAST_STRIP_ROWS, tiles.tile_size, tiles.cells.num_rows)
+    num_vectors = min(tiles.tile_size, STRIP_TILES * tiles.tile_size**2 // tiles.cell_map.num_columns)
+    enough = min(LEAST_STRIP_ROWS, tiles.tile_size, tiles.cell_map.num_rows)
     if tiles.has_prefixes or num_vectors < enough:
         return None
     return max(1, num_vectors // tiles.row_vectors)
@@ -384,7 +389,9 @@ def empty_gradients(
     tiles: SimilarityTiles, batch: StreamedBatch, into: tuple[Tensor, Tensor] | None
 ) -> EmbeddingGradients:
     """Return gradients of zero, with room for the moments of prefixes."""
-    moments = (tiles.zeros(tiles.num_prefixes, count) for count in (tiles.cells.num_rows, tiles.cells.num_columns))
+    moments = (
+        tiles.zeros(tiles.num_prefixes, count) for count in (tiles.cell_map.num_rows, tiles.cell_map.num_columns)
+    )
     return EmbeddingGradients(*zero_gradients(batch, into), *moments)
 
 
@@ -409,18 +416,18 @@ class LogSumExp:
         return cls(top, like.new_zeros(shape))
 
     @classmethod
-    def of_groups(cls, logits_KP: Tensor, groups_P: Tensor, count: int) -> LogSumExp:
-        """Return the sums over each of `count` groups of logits, (K, count); a group without logits is empty.
+    def scattered(cls, logits_KP: Tensor, index_P: Tensor, count: int) -> LogSumExp:
+        """Add each logit to the sum that its index names, and return the sums (K, count); those of no logit are empty.
 
         Args:
-            groups_P: Group of each of the P logits, int64.
+            index_P: Which of the `count` sums each of the P logits belongs to, int64.
         """
-        groups_KP = groups_P.expand(logits_KP.shape)
-        # Scattered by group: no loop, no sort, and no number is read from the device.
+        index_KP = index_P.expand(logits_KP.shape)
+        # Scattered by index: no loop, no sort, and no number is read from the device.
         top = logits_KP.new_full((len(logits_KP), count), -math.inf)
-        top.scatter_reduce_(1, groups_KP, logits_KP, "amax")
-        terms = (logits_KP - _finite(top).gather(1, groups_KP)).exp_()
-        return cls(top, torch.zeros_like(top).index_add_(1, groups_P, terms))
+        top.scatter_reduce_(1, index_KP, logits_KP, "amax")
+        terms = (logits_KP - _finite(top).gather(1, index_KP)).exp_()
+        return cls(top, torch.zeros_like(top).index_add_(1, index_P, terms))
 
     @classmethod
     def stack(cls, parts: Sequence[LogSumExp]) -> LogSumExp:
@@ -464,9 +471,9 @@ def _finite(top: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Hardest:
-    """The k largest logits of each group and their positions; of equal logits, those at the lowest positions count."""
+    """The k largest logits of each line and their positions; of equal logits, those at the lowest positions count."""
 
-    logits: Tensor  # (..., k), descending; -inf where a group has fewer
+    logits: Tensor  # (..., k), descending; -inf where a line has fewer
     positions: Tensor  # (..., k), int32
 
     @classmethod
@@ -481,7 +488,7 @@ class Hardest:
         return whole._largest(parts[0].logits.shape[-1])
 
     def add_logits(self, index: tuple[int, slice], logits_RC: Tensor, first: int) -> None:
-        """Add a tile to some of the groups, in place.
+        """Add a tile to some of the lines, in place.
 
         Args:
             first: Position of the tile's first column.

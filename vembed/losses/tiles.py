@@ -127,14 +127,14 @@ class SimilarityTiles:
         self,
         q_QE: Tensor,
         d_DE: Tensor,
-        cells: CellMap,
+        cell_map: CellMap,
         *,
         scale: float,
         longest: float = math.inf,
         prefixes: Prefixes | None,
         tile_size: int,
     ) -> None:
-        self.cells, self.scale, self.largest_logit = cells, scale, scale * longest
+        self.cell_map, self.scale, self.largest_logit = cell_map, scale, scale * longest
         self.dtype, self.device = torch.promote_types(q_QE.dtype, torch.float32), q_QE.device
         self.tile_size, self.row_vectors = tile_size, 1
         self.num_prefixes = 1 if prefixes is None else len(prefixes.dims)
@@ -169,12 +169,12 @@ class SimilarityTiles:
         """Cut this rank's rows into blocks; None makes tiles square."""
         # Rows of several vectors make taller products: fewer of them fit the height of a tile.
         step = height or max(1, self.tile_size // self.row_vectors)
-        for start in range(0, self.cells.num_rows, step):
-            yield slice(start, min(start + step, self.cells.num_rows))
+        for start in range(0, self.cell_map.num_rows, step):
+            yield slice(start, min(start + step, self.cell_map.num_rows))
 
     def of_rows(self, rows: slice) -> Iterator[Tile]:
         """Return the tiles of a row block, left to right."""
-        return self.cells.strip(rows.start, rows.stop, self.tile_size)
+        return self.cell_map.strip(rows.start, rows.stop, self.tile_size)
 
     def exclude(self, prefix: int, tile: Tile, logits_RC: Tensor) -> None:
         """Put -inf into the logits of a tile that are no negatives, positives included."""

@@ -30,7 +30,7 @@ import torch
 from vembed.batch import ranges
 from vembed.device import to_device
 from vembed.losses.base import relative_weights
-from vembed.losses.cells import CellMap, named_mask, positive_mask
+from vembed.losses.cells import CellMap, own_negatives_mask, positive_mask
 from vembed.losses.streamed import (
     CellLoss,
     LossGradients,
@@ -89,7 +89,7 @@ class TripletLoss(CellLoss):
         queries_P, documents_P = positive_QD.nonzero(as_tuple=True)
         candidate_QD = ~positive_QD
         if self.negatives == "listed":
-            candidate_QD &= named_mask(structure)
+            candidate_QD &= own_negatives_mask(structure)
         weights_P = relative_weights(structure).to(q_QE.dtype)[queries_P]
         losses = []
         for weight, similarity_QD in weighted_similarities(q_QE, d_DE, self.prefixes):
@@ -114,17 +114,17 @@ class TripletLoss(CellLoss):
 
     def sweep(self, batch: StreamedBatch) -> TripletSweep:
         """Begin the counts of the triplets that exceed 0."""
-        tiles = self.tiles(batch, scale=1.0)
-        cells = tiles.cells
+        tiles = self.make_tiles(batch, scale=1.0)
+        cell_map = tiles.cell_map
         # Every excess needs its positive, wherever it stands: before any tile is swept, block by block of pairs.
-        pairs = cells.pair_rows, cells.pair_columns
+        pairs = cell_map.pair_rows, cell_map.pair_columns
         positives_KP = torch.stack([tiles.cell_logits(prefix, pairs) for prefix in range(tiles.num_prefixes)])
         weights_K = torch.tensor(self.prefix_weights, dtype=tiles.dtype, device=tiles.device)
         return TripletSweep(tiles, self.margin, positives_KP, self._relative_weights(batch, tiles), weights_K)
 
-    def shared(self, sweep: TripletSweep) -> Statistics:
+    def statistics_to_merge(self, sweep: TripletSweep) -> Statistics:
         """Return the number of this rank's triplets that exceed 0, by weight, (K,)."""
-        weights_P = sweep.weights_Q[sweep.tiles.cells.pair_rows]
+        weights_P = sweep.weights_Q[sweep.tiles.cell_map.pair_rows]
         return Statistics(sweep, sums=(sweep.counts_KP * weights_P).sum(dim=1))
 
     @torch.no_grad()
@@ -135,7 +135,7 @@ class TripletLoss(CellLoss):
         if self.needs_statistics:
             return super().gradients(batch, statistics, into)
         # Triplets (query, positive, negative) are as many as pairs, or as hard negatives: few enough to be listed.
-        tiles = self.tiles(batch, scale=1.0)
+        tiles = self.make_tiles(batch, scale=1.0)
         triplets_K = self._hardest(batch, tiles) if self.negatives == "hardest" else self._listed(batch, tiles)
         out, loss = empty_gradients(tiles, batch, into), tiles.zeros()
         for prefix, (weight, triplets) in enumerate(zip(self.prefix_weights, triplets_K, strict=True)):
@@ -157,7 +157,7 @@ class TripletLoss(CellLoss):
 
     def _hardest(self, batch: StreamedBatch, tiles: SimilarityTiles) -> list[_Triplets]:
         """Return this rank's pairs with the query's most similar negative, by prefix."""
-        cells, hardest = tiles.cells, MostSimilarSweep(tiles)
+        cell_map, hardest = tiles.cell_map, MostSimilarSweep(tiles)
         for rows in tiles.row_blocks():
             collect_rows(hardest, rows)
         best_KQ, columns_KQ = hardest.best_KQ, hardest.columns_KQ
@@ -165,7 +165,7 @@ class TripletLoss(CellLoss):
         queries_P = torch.unique(batch.structure.positives_P2, dim=0)[:, 0]
         number = relative_weights(batch.structure)[queries_P].sum().item()
         weights_KQ = self._relative_weights(batch, tiles) / (number or 1.0) * (best_KQ != -math.inf)
-        rows_P, documents_P = cells.pair_rows, cells.pair_columns
+        rows_P, documents_P = cell_map.pair_rows, cell_map.pair_columns
         prefixes = zip(columns_KQ, weights_KQ, strict=True)
         return [(rows_P, documents_P, columns_Q[rows_P], weights_Q[rows_P]) for columns_Q, weights_Q in prefixes]
 
@@ -174,10 +174,10 @@ class TripletLoss(CellLoss):
         structure, device = batch.structure, batch.q_QE.device
         every = range(structure.num_queries)
         whole = CellMap(structure, every, mask_false_negatives=self.mask_false_negatives)
-        named_N2 = np.zeros((0, 2), dtype=np.int64)
+        own_N2 = np.zeros((0, 2), dtype=np.int64)
         if structure.negatives_P2 is not None:
-            named_N2 = np.unique(structure.negatives_P2.cpu().numpy(), axis=0)
-        negatives_N2 = named_N2[whole.are_negatives(named_N2)]
+            own_N2 = np.unique(structure.negatives_P2.cpu().numpy(), axis=0)
+        negatives_N2 = own_N2[whole.are_negatives(own_N2)]
         # Sorted by query, the negatives of one are a range; each of its positives is paired with the whole range.
         starts_Q = np.searchsorted(negatives_N2[:, 0], np.arange(structure.num_queries + 1))
         queries_P, positives_P = whole.pair_rows.cpu().numpy(), whole.pair_columns.cpu().numpy()
@@ -225,19 +225,19 @@ class TripletSweep(Sweep):
             self.loss += excess_PC.relu_().sum(dim=1) @ weights_Q[tile.rows][rows_P]
             violations_RC.index_add_(0, rows_P, excess_PC.sign_())
         torch.mul(violations_RC, weights_Q[tile.rows, None], out=similarity_RC)
-        return -weights_Q[self.tiles.cells.pair_rows[tile.pairs]] * self.counts_KP[part.prefix, tile.pairs]
+        return -weights_Q[self.tiles.cell_map.pair_rows[tile.pairs]] * self.counts_KP[part.prefix, tile.pairs]
 
     def _excess(self, part: TileLogits) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield margin - S_ip + S_ij of the pairs in a tile's rows, at most a tile of them at a time.
 
         Each comes with the numbers of its pairs and their rows in the tile.
         """
-        tile, cells = part.tile, self.tiles.cells
+        tile, cell_map = part.tile, self.tiles.cell_map
         # A query with several positives has its row several times here: as many rows at a time as the tile has.
-        inside, height = cells.pairs_of(tile.rows), tile.shape[0]
+        inside, height = cell_map.pairs_of(tile.rows), tile.shape[0]
         for start in range(inside.start, inside.stop, height):
             pairs = slice(start, min(start + height, inside.stop))
-            rows_P = cells.pair_rows[pairs] - tile.rows.start
+            rows_P = cell_map.pair_rows[pairs] - tile.rows.start
             margins_P1 = (self.margin - self.positives_KP[part.prefix, pairs])[:, None]
             yield pairs, rows_P, part.logits_RC[rows_P].add_(margins_P1)
 
@@ -247,7 +247,7 @@ class MostSimilarSweep(Sweep):
 
     def __init__(self, tiles: SimilarityTiles) -> None:
         super().__init__(tiles)
-        self.best_KQ = tiles.zeros(tiles.num_prefixes, tiles.cells.num_rows).fill_(-math.inf)
+        self.best_KQ = tiles.zeros(tiles.num_prefixes, tiles.cell_map.num_rows).fill_(-math.inf)
         self.columns_KQ = torch.zeros_like(self.best_KQ, dtype=torch.int64)
 
     def collect(self, part: TileLogits) -> None:

@@ -55,7 +55,8 @@ _OWNERS = {
 
 SCRATCH_RATES = {"builtin:": 2e-3, "builtin:static": 5e-2, "open_clip:": 5e-4}
 """Beginning of the name of a model that starts from random weights -> a peak learning rate that it learns with; the
-longest beginning decides. Measured for ngram-bag, tiny-clip and static (docs/log.md); for CLIP of Radford et al., 2021.
+longest beginning decides. Measured for ngram-bag, tiny-clip and static (benchmarks/RESULTS.md#learning-rates); for
+CLIP of Radford et al., 2021.
 """
 
 

@@ -42,7 +42,7 @@ def test_a_wrong_value_is_named_with_what_fits_and_its_neighbour_passes(bad: str
     ("keys", "part", "mended"),
     [
         (["mrl_weights=[1, 2]"], "no effect without mrl_dims; remove it", ["mrl_weights=[1, 2]", "mrl_dims=[8, 4]"]),
-        (["mrl_dims=[8, 4]", "mrl_weights=[1]"], "1 entries for the 2", ["mrl_dims=[8, 4]", "mrl_weights=[1, 0.5]"]),
+        (["mrl_dims=[8, 4]", "mrl_weights=[1]"], "mrl_dims has 2", ["mrl_dims=[8, 4]", "mrl_weights=[1, 0.5]"]),
         (["loss_type=sigmoid", "temperature=0.1"], "set init_logit_scale to 2.303", ["temperature=0.1"]),
         (["loss_type=sigmoid", "learn_temperature=true"], "always learns its scale", ["learn_temperature=true"]),
         (["loss_type=sigmoid", "loss_bidirectional=true"], "judges each pair once", ["loss_bidirectional=true"]),

@@ -184,7 +184,7 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ({"bf16": True, "torch_dtype": "float64"}, {"bf16": False, "torch_dtype": "float64"}, "bf16 would undo"),
     ({"fp16": True, "torch_dtype": "float64"}, {"fp16": True, "torch_dtype": "float32"}, "fp16 would undo"),
     ({"bf16": False, "torch_dtype": "bfloat16"}, {"bf16": True, "torch_dtype": "bfloat16"}, "compute in bfloat16"),
-    ({"fp16": True, "torch_dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, "fp16 has no use for weights"),
+    ({"fp16": True, "torch_dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, "fp16 needs float32 weights"),
     ({"bm25": False, "bm25_language": "german"}, {"bm25_language": "german"}, "bm25_language has no effect"),
     (
         {"teacher_model_name": "t"},
@@ -194,7 +194,7 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     (
         {"false_negative_filter": "teacher"},
         {"false_negative_filter": "teacher", "teacher_model_name": "t"},
-        "false_negative_filter teacher reads a teacher's vectors, and there is none",
+        "false_negative_filter teacher reads a teacher's vectors, but there is none",
     ),
     (
         {"teacher_model_name": "builtin:ngram-bag", "loss_type": "kl"},
@@ -300,12 +300,12 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     (
         {"model_name": "b", "text_model_name": "a", "model_revision": "main"},
         {"model_name": "b", "text_model_name": "a"},
-        "model_revision is of one model, and two are named",
+        "model_revision belongs to one model, but two are named",
     ),
     (
         {"model_name": "b", "text_model_name": "a", "encoder_mode": "clip"},
         {"model_name": "b", "text_model_name": "a", "encoder_mode": "composed"},
-        "encoder_mode clip is of one model",
+        "encoder_mode clip belongs to one model",
     ),
     (
         {"model_name": "builtin:ngram-bg", "image_model_name": "b"},

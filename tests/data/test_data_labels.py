@@ -75,7 +75,7 @@ def test_numbers_beside_two_texts_are_refused_with_the_choices(
     column = "score" if "score" in words else "label"
     assert f"column_mapping: {{{column}: null}}" in message
     assert len(read_rows(write_jsonl, rows, column_mapping={column: None})) == len(rows)
-    with pytest.raises(DataError, match="which may say three things"):
+    with pytest.raises(DataError, match="which can mean three things"):
         read(str(write_jsonl(rows)), "test").judged()
 
 
@@ -108,7 +108,7 @@ def test_true_and_false_are_no_classes_unasked(
     write_picture("a.png")
     query = {"query_image": "a.png"} if beside == "a picture" else {"query": "q"}
     rows = [{**query, "positive": f"p{n}", "label": n == 0} for n in range(2)]
-    words = f"label holds false and true beside {beside}, which may say three things"
+    words = f"label holds false and true beside {beside}, which can mean three things"
     assert f"train.jsonl:1: {words}" in refusal(write_jsonl, rows)
     (cell,) = query.values()
     path = write_jsonl([f"{next(iter(query))},positive,label", f"{cell},p0,True", f"{cell},p1, FALSE"], "rows.csv")

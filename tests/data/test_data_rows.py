@@ -179,7 +179,7 @@ def test_column_mapping_renames_and_drops(write_jsonl: WriteJsonl) -> None:
 
 
 def test_a_mapped_name_beside_its_key_names_both(write_jsonl: WriteJsonl) -> None:
-    with pytest.raises(DataError, match=r"'query' and 'claim' \(mapped to 'query'\) both stand for 'query'"):
+    with pytest.raises(DataError, match=r"'query' and 'claim' \(mapped to 'query'\) both mean 'query'"):
         only(write_jsonl, {**GOOD, "claim": "q"}, mapped({"claim": "query"}))
 
 

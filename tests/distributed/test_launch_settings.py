@@ -117,7 +117,7 @@ def test_a_deepspeed_file_is_refused_with_the_equal_keys() -> None:
     assert is_deepspeed(DEEPSPEED)
     assert not is_deepspeed({"model_name": "a", "batch_size": 2})
     lines = deepspeed_refusal(DEEPSPEED, where="ds.json").split("\n  ")
-    assert lines[0].startswith("ds.json is a configuration for DeepSpeed")
+    assert lines[0].startswith("ds.json is a DeepSpeed configuration")
     assert [line.partition("  (")[0] for line in lines[1:]] == [
         "use_fsdp: true, fsdp_mode: lean",
         "cpu_offload: true",

@@ -139,19 +139,19 @@ class SourceKeys(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "A `loss` in `data` learns from rows, takes as many vectors of a row as `loss_type`, and needs single "
-            "batches.",
+            "A `loss` in `data` must learn from the rows and take as many vectors per row as `loss_type`; it needs "
+            "`source_batches: single`.",
             ("data", "loss_type", "source_batches"),
             lambda config: _wrong_loss_of_source(config),
         ),
         Rule(
-            "`added_losses` has no effect where every source has a `loss` of its own.",
+            "`added_losses` has no effect if every source has its own `loss`.",
             ("data", "added_losses"),
             lambda config: config.added_losses and config.data and all(losses_of_sources(config)),
             "added_losses has no effect: every source of data has a loss of its own; remove one of them",
         ),
         Rule(
-            "`data` must not stand beside a `data_path`.",
+            "`data` can't be combined with `data_path`.",
             ("data", "data_path"),
             lambda config: config.data is not None and config.data_path is not None,
             "data lists the sources in place of data_path; remove one of them",

@@ -146,23 +146,23 @@ class LossKeys(TileKeys, PrefixKeys, MaskKeys, LossChoice):
             ),
         ),
         Rule(
-            "`mrl_weights` must be as many as `mrl_dims`.",
+            "`mrl_weights` must have as many entries as `mrl_dims`.",
             ("mrl_weights", "mrl_dims"),
             lambda config: (
                 config.mrl_weights
                 and config.mrl_dims
                 and len(config.mrl_weights) != len(config.mrl_dims)
-                and f"mrl_weights has {len(config.mrl_weights)} entries for the {len(config.mrl_dims)} of mrl_dims; "
+                and f"mrl_weights has {len(config.mrl_weights)} entries, mrl_dims has {len(config.mrl_dims)}; "
                 "give one weight for each, or remove mrl_weights to weigh all alike"
             ),
         ),
         Rule(
-            "`added_losses` must hold losses other than `loss_type`, which take as many vectors of a row as it does.",
+            "`added_losses` must differ from `loss_type` and take as many vectors per row as it does.",
             ("added_losses", "loss_type"),
             lambda config: _unfit_added_loss(config),
         ),
         Rule(
-            "`loss_type` must be a loss that learns from what the rows say.",
+            "`loss_type` must be a loss that learns from the rows.",
             ("loss_type", "added_losses"),
             lambda config: not LOSSES.load(config.loss_type).takes,
             "{loss_type} alone learns nothing from the rows; choose another loss_type, and set added_losses to "

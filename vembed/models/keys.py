@@ -171,7 +171,7 @@ class ModelKeys(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "`text_model_name` and `image_model_name` stand together; `model_name` may stand for one of them.",
+            "`text_model_name` and `image_model_name` must be set together; `model_name` may replace one of them.",
             ("text_model_name", "image_model_name", "model_name"),
             lambda config: _wrong_towers(config.text_model_name, config.image_model_name, config.model_name),
         ),
@@ -179,16 +179,17 @@ class ModelKeys(Section):
             "`model_revision` must be null with `text_model_name`.",
             ("text_model_name", "model_revision"),
             lambda config: config.text_model_name is not None and config.model_revision is not None,
-            "model_revision is of one model, and two are named; leave it out, or name local folders of those commits",
+            "model_revision belongs to one model, but two are named; leave it out, or name local folders of those "
+            "commits",
         ),
         Rule(
             "`encoder_mode` must be auto or composed with `text_model_name`.",
             ("encoder_mode", "text_model_name"),
             lambda config: config.text_model_name is not None and config.encoder_mode not in ("auto", "composed"),
-            "encoder_mode {encoder_mode} is of one model, and two are named; leave encoder_mode out",
+            "encoder_mode {encoder_mode} belongs to one model, but two are named; leave encoder_mode out",
         ),
         Rule(
-            "`model_name: builtin:NAME` names a built-in model, or that of a plugin; so do the names of two towers.",
+            "`builtin:NAME` must name a built-in model, or one of a plugin, in `model_name` and for towers.",
             ("model_name", "text_model_name", "image_model_name"),
             lambda config: _unknown_builtin(model_names(config)),
         ),
@@ -270,7 +271,7 @@ class AdapterKeys(Section):
             lambda config: (
                 config.use_lora is True
                 and config.trainable != "all"
-                and f"trainable {config.trainable} trains weights of the model, and use_lora true freezes them all and "
+                and f"trainable {config.trainable} trains the model's weights, but use_lora true freezes them all and "
                 "trains adapters; set "
                 + (f"lora_towers to {config.trainable}" if config.trainable in PARTS else "trainable to all")
                 + ", or use_lora to false"
@@ -280,17 +281,17 @@ class AdapterKeys(Section):
             "`load_in_4bit: true` needs `use_lora: true`.",
             ("load_in_4bit", "use_lora"),
             lambda config: config.load_in_4bit and config.use_lora is not True,
-            "load_in_4bit freezes the model, as weights of 4 bits can't be trained; set use_lora to true",
+            "load_in_4bit freezes the model, because 4-bit weights can't be trained; set use_lora to true",
         ),
         Rule(
-            "`load_in_4bit: true` must not stand with `torch_dtype: float64`.",
+            "`load_in_4bit: true` can't be combined with `torch_dtype: float64`.",
             ("load_in_4bit", "torch_dtype"),
             lambda config: config.load_in_4bit and config.torch_dtype == "float64",
             "load_in_4bit would undo torch_dtype float64; set torch_dtype to bfloat16 or float32, or load_in_4bit to "
             "false",
         ),
         Rule(
-            "`load_in_4bit: true` must not stand with `use_fsdp: true`.",
+            "`load_in_4bit: true` can't be combined with `use_fsdp: true`.",
             ("load_in_4bit", "use_fsdp"),
             lambda config: config.load_in_4bit and config.use_fsdp is True,
             "load_in_4bit keeps a whole copy of the model on each device; set use_fsdp to false, or load_in_4bit to "

@@ -82,10 +82,10 @@ class BatchKeys(Section):
             lambda config: _batch_without_negatives(config),
         ),
         Rule(
-            "`batch_size: auto` must not stand beside a `global_batch_size`.",
+            "`batch_size: auto` can't be combined with `global_batch_size`.",
             ("batch_size", "global_batch_size"),
             lambda config: config.batch_size == "auto" and config.global_batch_size is not None,
-            "batch_size auto asks the plan for a batch that global_batch_size already gives; remove one of them",
+            "batch_size auto lets the plan choose the batch, but global_batch_size already sets it; remove one of them",
         ),
     )
 
@@ -236,16 +236,16 @@ class OptimisationKeys(Section):
             "fp16 would undo torch_dtype float64; set fp16 to false or torch_dtype to float32",
         ),
         Rule(
-            "`bf16: false` must not stand with `torch_dtype: bfloat16`.",
+            "`bf16: false` can't be combined with `torch_dtype: bfloat16`.",
             ("bf16", "torch_dtype"),
             lambda config: config.bf16 is False and config.torch_dtype == "bfloat16",
             "weights of torch_dtype bfloat16 compute in bfloat16; set bf16 to auto or torch_dtype to float32",
         ),
         Rule(
-            "`fp16: true` must not stand with `torch_dtype: bfloat16`.",
+            "`fp16: true` can't be combined with `torch_dtype: bfloat16`.",
             ("fp16", "torch_dtype"),
             lambda config: config.fp16 and config.torch_dtype == "bfloat16",
-            "fp16 has no use for weights of torch_dtype bfloat16; set fp16 to false or torch_dtype to float32",
+            "fp16 needs float32 weights, and torch_dtype is bfloat16; set fp16 to false or torch_dtype to float32",
         ),
     )
 

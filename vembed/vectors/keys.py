@@ -40,12 +40,12 @@ class TeacherKeys(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "`teacher_model_name` must be set where the loss reads a teacher, and only there.",
+            "`teacher_model_name` must be set if the loss reads a teacher, and only then.",
             ("teacher_model_name", "loss_type", "added_losses", "data", "label_kind", "false_negative_filter"),
             lambda config: _teacher_without_reader(config),
         ),
         Rule(
-            "`teacher_model_name` must not be a `builtin:` model, which knows nothing yet.",
+            "`teacher_model_name` must not be a `builtin:` model, which is untrained.",
             ("teacher_model_name",),
             lambda config: (config.teacher_model_name or "").startswith("builtin:"),
             "{teacher_model_name} is untrained and has nothing to teach; name the folder of a trained model",
@@ -117,7 +117,7 @@ class MiningKeys(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "`mine_teacher` must not be a `builtin:` model, which knows nothing yet.",
+            "`mine_teacher` must not be a `builtin:` model, which is untrained.",
             ("mine_teacher",),
             lambda config: (config.mine_teacher or "").startswith("builtin:"),
             "{mine_teacher} is untrained and has nothing to teach; name the folder of a trained model",
@@ -156,7 +156,7 @@ def _teacher_without_reader(config: "Config") -> str:
         return ""
     if is_read:
         reader = "false_negative_filter teacher" if filters_by_teacher(config) else f"loss_type {config.loss_type}"
-        return f"{reader} reads a teacher's vectors, and there is none; set teacher_model_name"
+        return f"{reader} reads a teacher's vectors, but there is none; set teacher_model_name"
     if takes_pairs(*names):
         return f"label_kind {config.label_kind} gives the scores already; leave it out, or teacher_model_name"
     return (

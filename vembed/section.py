@@ -12,7 +12,7 @@
                 "`load_in_4bit: true` needs `use_lora: true`.",
                 ("load_in_4bit", "use_lora"),
                 lambda config: config.load_in_4bit and config.use_lora is not True,
-                "load_in_4bit freezes the model, as weights of 4 bits can't be trained; set use_lora to true",
+                "load_in_4bit freezes the model, because 4-bit weights can't be trained; set use_lora to true",
             ),
         )
 

@@ -214,7 +214,7 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         )
         for name in ("teacher_revision", "teacher_cache")
     ),
-    ({"batch_size": "auto", "global_batch_size": 8}, {"batch_size": "auto"}, "global_batch_size already gives"),
+    ({"batch_size": "auto", "global_batch_size": 8}, {"batch_size": "auto"}, "global_batch_size already sets it"),
     ({"data": [{"path": "a"}], "data_path": "b"}, {"data": [{"path": "a"}]}, "remove one of them"),
     (
         {"source_batches": "single"},

@@ -133,7 +133,7 @@ def test_chains_stay_together() -> None:
 
 
 def test_too_little_data_says_what_to_do() -> None:
-    with pytest.raises(DataError, match=r"4 records can't be split.*val_data_path.*eval_strategy: no"):
+    with pytest.raises(DataError, match=r"too few rows .*4 records.*val_data_path.*eval_strategy: no"):
         hold_out(table_of([(f"q{i}", (f"p{i}",)) for i in range(4)]))
     assert len(hold_out(table_of([(f"q{i}", (f"p{i}",)) for i in range(5)])).held_out_rows) == 1
 

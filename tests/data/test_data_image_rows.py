@@ -221,7 +221,7 @@ def test_image_root_replaces_the_manifests_folder(
     above = write_jsonl([{"query": "q", "image": "../pics/a.png"}], "rows/train.jsonl")
     assert "leads out of" in refusal(above)
     assert only(above, image_root=str(tmp_path / "pics")).positives == (pictures["a"],)
-    assert "is no folder" in refusal(manifest, image_root=str(tmp_path / "nowhere"))
+    assert "isn't a folder" in refusal(manifest, image_root=str(tmp_path / "nowhere"))
 
 
 def test_every_header_is_checked_before_training_and_skip_counts_it(

@@ -278,7 +278,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     row = dict(pairs)
     if len(row) != len(pairs):
-        raise ValueError(f"the key {quoted(repeated(key for key, _ in pairs))} appears twice in one object")
+        raise ValueError(f"the key {quoted(repeated(key for key, _ in pairs))} stands twice in one object")
     return row
 
 

@@ -1,7 +1,7 @@
 """Sections of keys: how a room declares what a user may set, with type, bounds, meaning and rules in one place.
 
     class AdapterKeys(Section):
-        '''Which weights train: all, a part of them, or small adapters beside frozen ones.'''
+        '''Weights that train: all, a part of them, or small adapters beside frozen ones.'''
 
         use_lora: Auto | bool = key("auto", "Freeze the model and train low-rank adapters (LoRA).")
         lora_r: Count = key(16, "Rank of the adapters.", acts_with={"use_lora": (True, "auto")})
@@ -12,7 +12,7 @@
                 "`load_in_4bit: true` needs `use_lora: true`.",
                 ("load_in_4bit", "use_lora"),
                 lambda config: config.load_in_4bit and config.use_lora is not True,
-                "load_in_4bit freezes the model, as weights of 4 bits can't be trained; set use_lora to true",
+                "load_in_4bit freezes the model, because 4-bit weights can't be trained; set use_lora to true",
             ),
         )
 

@@ -65,13 +65,13 @@ bf16: true, fp16: true | bf16: auto | set fp16 to false
 bf16: true, torch_dtype: float64 | bf16: false | bf16 would undo
 fp16: true, torch_dtype: float64 | torch_dtype: float32 | fp16 would undo
 bf16: false, torch_dtype: bfloat16 | bf16: true | compute in bfloat16
-fp16: true, torch_dtype: bfloat16 | fp16: default | fp16 has no use for weights
+fp16: true, torch_dtype: bfloat16 | fp16: default | fp16 needs float32 weights
 bm25: false, bm25_language: german | bm25: default | bm25_language has no effect
 teacher_model_name: t | loss_type: margin_mse | nothing reads the teacher: set false_negative_filter to teacher
-false_negative_filter: teacher | teacher_model_name: t | false_negative_filter teacher reads a teacher's vectors, and
+false_negative_filter: teacher | teacher_model_name: t | false_negative_filter teacher reads a teacher's vectors, but
 teacher_model_name: builtin:ngram-bag, loss_type: kl | teacher_model_name: ./t | has nothing to teach
 teacher_model_name: t, loss_type: kl, label_kind: grade | label_kind: default | label_kind grade gives the scores
-batch_size: auto, global_batch_size: 8 | global_batch_size: default | global_batch_size already gives
+batch_size: auto, global_batch_size: 8 | global_batch_size: default | global_batch_size already sets it
 data: [{path: a}], data_path: b | data_path: default | remove one of them
 batch_sampling: classes, batch_size: 10 | batch_size: 8 | doesn't divide batch_size 10 into two or more classes; set
 batch_sampling: classes, label_kind: pair, loss_type: cosent | label_kind: class, loss_type: default | label_kind is
@@ -97,8 +97,8 @@ eval_steps: 5 | eval_strategy: epoch, eval_steps: default | eval_steps has no ef
 early_stopping_patience: 2, eval_strategy: "no" | eval_strategy: epoch | has no effect with eval_strategy no
 model_name: builtin:ngram-bg | model_name: builtin:ngram-bag | did you mean builtin:ngram-bag?
 text_model_name: a, image_model_name: b | model_name: a | is neither the text tower nor the image tower; leave
-model_name: b, text_model_name: a, model_revision: main | model_revision: default | model_revision is of one model, and
-model_name: b, text_model_name: a, encoder_mode: clip | encoder_mode: composed | encoder_mode clip is of one model
+model_name: b, text_model_name: a, model_revision: main | model_revision: default | model_revision belongs to one model, but
+model_name: b, text_model_name: a, encoder_mode: clip | encoder_mode: composed | encoder_mode clip belongs to one model
 model_name: builtin:ngram-bg, image_model_name: b | model_name: builtin:ngram-bag | did you mean builtin:ngram-bag?
 trust_remote_code: true | model_revision: "0123456789abcdef0123456789abcdef01234567" | pin it to a commit
 trust_remote_code: true, model_revision: main | trust_remote_code: false | pin it to a commit

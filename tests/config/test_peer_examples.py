@@ -120,7 +120,7 @@ REFUSED = {
         *(f"hard_mining_bank_{name}: " for name in ("size", "momentum")),
     ],
     "qwen3-vl memory bank": [
-        "loss_type: 'contrastive_with_bank': there is no memory bank: with use_gradient_cache",
+        "loss_type: 'contrastive_with_bank': vembed has no memory bank: use_gradient_cache",
         *(f"{name}: " for name in ("bank_size", "bank_dim", "bank_momentum", "lambda_bank")),
     ],
 }

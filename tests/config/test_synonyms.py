@@ -68,7 +68,7 @@ def test_the_line_is_printed_by_validate(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_prefixes_are_said_twice_without_contradiction() -> None:
     assert load(use_mrl=True, mrl_dims=[64, 32]).config.mrl_dims == [64, 32]
-    assert load(use_mrl=False).notes == ("use_mrl false: mrl_dims says it by itself",)
+    assert load(use_mrl=False).notes == ("use_mrl false: mrl_dims alone turns it on",)
     assert "use_mrl: true contradicts mrl_dims, which alone decides; set mrl_dims" in refusal(use_mrl=True)
     assert "remove mrl_dims" in refusal(use_mrl=False, mrl_dims=[64])
 
@@ -89,7 +89,7 @@ def test_what_nothing_reads_is_refused_with_what_does_it_here(row: object) -> No
         *[("multi_dataset_batch_sampler", "ROUND_ROBIN", "source_temperature"), ("siglip", True, "sigmoid")],
         *[("same_dataset_within_batch", True, "single"), ("lock_image", True, "text+projection")],
         *[("lock_text", True, "vision+projection"), ("push_to_hub", True, "vembed push")],
-        ("greater_is_better", False, "every metric is better the higher"),
+        ("greater_is_better", False, "higher is better for every metric"),
     ],
 )
 def test_a_peers_key_is_answered_with_what_to_set(key: str, value: object, words: str) -> None:

@@ -71,7 +71,7 @@ def test_numbers_come_from_the_hub_and_from_beir_queries(monkeypatch: pytest.Mon
     assert numbers("owner/name") == EXPECTED
     message = refusal(beir_files)
     assert message.startswith("queries.jsonl:2: no row of ")
-    assert "tiny (tiny/train) has a column 'weight': missing (nor any of importance)" in message
+    assert "tiny (tiny/train) has a column 'weight': missing (also looked for importance)" in message
     queries = beir_files / "queries.jsonl"
     lines = [json.loads(line) | {"importance": 2} for line in queries.read_text().splitlines()]
     queries.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -96,7 +96,7 @@ def test_other_names_are_found_and_mapped(jsonl: Jsonl) -> None:
     mapping = {"w": "weight", "t": "topic"}
     assert numbers(jsonl([{**row, "w": 3, "t": 4.0}]), column_mapping=mapping) == [{"weight": 3.0, "topic": 4}]
     twice = jsonl([{**row, "w": 3, "weight": 4}])
-    assert "columns 'w' (mapped to 'weight') and 'weight' both stand for 'weight'" in refusal(
+    assert "columns 'w' (mapped to 'weight') and 'weight' both mean 'weight'" in refusal(
         twice, column_mapping={"w": "weight"}
     )
     near = refusal(jsonl([{**row, "wieght": 3}]))
@@ -108,7 +108,7 @@ def test_other_names_are_found_and_mapped(jsonl: Jsonl) -> None:
 def test_a_missing_number_is_refused_with_line_loss_and_meaning(jsonl: Jsonl) -> None:
     row = {"query": "q", "positive": "p"}
     message = refusal(jsonl([ROWS[0], row, {**row, "weight": None}]))
-    assert "train.jsonl:2: weight: missing (nor any of importance); the row has query, positive; " in message
+    assert "train.jsonl:2: weight: missing (also looked for importance); the row has query, positive; " in message
     assert "train.jsonl:2: weight: missing" in message
     assert message.count("loss_type weighted needs it: how much the row counts") == 2
     assert "train.jsonl:3: weight: empty; loss_type weighted needs it" in message

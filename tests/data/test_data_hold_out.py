@@ -134,7 +134,7 @@ def test_a_component_that_is_too_large_is_passed_over() -> None:
 
 
 def test_too_little_data_says_what_to_do() -> None:
-    with pytest.raises(DataError, match=r"4 records can't be split.*val_data_path.*eval_strategy: no"):
+    with pytest.raises(DataError, match=r"too few rows .*4 records.*val_data_path.*eval_strategy: no"):
         hold_out(plain_pairs(4))
     assert len(hold_out(plain_pairs(5)).held_out_rows) == 1
 

@@ -83,7 +83,7 @@ def test_a_text_where_a_path_belongs_is_said_not_to_exist(text: str, reader: str
 
 def test_an_overlong_folder_of_pictures_is_said_not_to_exist(jsonl: Jsonl) -> None:
     path = jsonl([{"caption": "c", "image": "x.png"}])
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="isn't a folder"):
         load(path, image_root="x" * 300)
 
 

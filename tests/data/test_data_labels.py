@@ -60,7 +60,7 @@ def test_numbers_beside_two_texts_are_refused_with_the_choices(jsonl: Jsonl, row
     column = "score" if "score" in words else "label"
     assert f"column_mapping: {{{column}: null}}" in message
     assert len(read_rows(jsonl, rows, column_mapping={column: None})) == len(rows)
-    with pytest.raises(DataError, match="which may say three things"):
+    with pytest.raises(DataError, match="which can mean three things"):
         read(str(jsonl(rows)), "test").judged()
 
 
@@ -91,7 +91,7 @@ def test_true_and_false_are_no_classes_unasked(jsonl: Jsonl, paint: Paint, besid
     paint("a.png")
     query = {"query_image": "a.png"} if beside == "a picture" else {"query": "q"}
     rows = [{**query, "positive": f"p{n}", "label": n == 0} for n in range(2)]
-    words = f"label holds false and true beside {beside}, which may say three things"
+    words = f"label holds false and true beside {beside}, which can mean three things"
     assert f"train.jsonl:1: {words}" in refused(jsonl, rows)
     (cell,) = query.values()
     path = jsonl([f"{next(iter(query))},positive,label", f"{cell},p0,True", f"{cell},p1, FALSE"], "rows.csv")

@@ -160,7 +160,7 @@ def test_column_mapping_renames_and_drops(jsonl: Jsonl) -> None:
 
 
 def test_a_mapped_name_beside_its_key_or_of_no_row_is_refused(jsonl: Jsonl) -> None:
-    with pytest.raises(DataError, match=r"'query' and 'claim' \(mapped to 'query'\) both stand for 'query'"):
+    with pytest.raises(DataError, match=r"'query' and 'claim' \(mapped to 'query'\) both mean 'query'"):
         aliased(jsonl([{**GOOD, "claim": "q"}]), {"claim": "query"})
     path = jsonl([{"claim": "q", "positive": "p"}])
     with pytest.raises(DataError, match=r"'claims'.*did you mean 'claim'\?"):

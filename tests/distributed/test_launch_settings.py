@@ -204,7 +204,7 @@ def test_a_deepspeed_file_is_refused_with_the_equal_keys_which_exist() -> None:
         "scheduler": {"params": {"warmup_num_steps": 3}},
     }  # fmt: skip
     first, *lines = deepspeed_refusal(everything, where="ds.json").split("\n  ")
-    assert first.startswith("ds.json is a configuration for DeepSpeed")
+    assert first.startswith("ds.json is a DeepSpeed configuration")
     keys = {}
     for line in lines[:-1]:
         keys |= yaml.safe_load(f"{{{line.partition('  (')[0]}}}")

@@ -43,9 +43,9 @@ def test_all_missing_columns_stand_in_one_message(
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
-        ("device=cuda", "a run takes the accelerators that it sees; choose them by CUDA_VISIBLE_DEVICES=0"),
-        ("gpu=1", "a run takes the accelerators that it sees"),
-        ("cuda=true", "a run takes the accelerators that it sees"),
+        ("device=cuda", "a run uses every visible accelerator; choose them with CUDA_VISIBLE_DEVICES=0"),
+        ("gpu=1", "a run uses every visible accelerator"),
+        ("cuda=true", "a run uses every visible accelerator"),
         ("val_data_path=none", "to train without one, set eval_strategy to no and name a test_data_path"),
         ("n_dims_per_step=3", "unknown key; docs/configuration.md lists every key"),
         ("lerning_rate=1", "unknown key; did you mean learning_rate?"),
@@ -67,7 +67,7 @@ def test_a_key_that_there_is_not_gets_a_hint_only_where_one_is_near(
             "--learning-rate is a key of the configuration: write --config_override learning",
         ),
         (["--lr=1e-3"], "--lr is a key of the configuration: write --config_override lr=VALUE"),
-        (["--device", "cuda"], "--device: a run takes the accelerators that it sees"),
+        (["--device", "cuda"], "--device: a run uses every visible accelerator"),
         (["--no_cuda"], "--no_cuda: hide the GPUs: CUDA_VISIBLE_DEVICES= vembed train"),
         (["--zzz"], "unrecognized arguments: --zzz\n"),
     ],

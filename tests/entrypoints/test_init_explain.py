@@ -173,7 +173,7 @@ def test_a_key_is_explained_as_the_reference_says_it(capsys: pytest.CaptureFixtu
     [
         ("lr", "lr is another name of learning_rate"),
         ("--num-train-epochs", "num_train_epochs is what other trainers call epochs"),
-        ("deepspeed", "refused: there is no DeepSpeed here"),
+        ("deepspeed", "refused: vembed has no DeepSpeed"),
         ("mining", "mine_negatives "),
         ("MultipleNegativesRankingLoss", "MultipleNegativesRankingLoss is what other trainers call loss_type: infonce"),
         ("none", "none is what other trainers call eval_strategy: no and save_strategy: no"),

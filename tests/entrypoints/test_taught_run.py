@@ -172,7 +172,7 @@ def test_a_dry_run_on_two_machines_shares_answers_beside_the_output_folder(site:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"teacher_model_name": None}, "loss_type taught reads a teacher's vectors, and there is none"),
+        ({"teacher_model_name": None}, "loss_type taught reads a teacher's vectors, but there is none"),
         ({"loss_type": "kl"}, "learns nothing from rows of one document"),
         ({"loss_type": "infonce"}, "nothing reads the teacher: set false_negative_filter to teacher"),
         ({"teacher_model_name": "builtin:ngram-bag"}, "untrained and has nothing to teach"),

@@ -67,7 +67,7 @@ def test_validate_tells_all_wrong_paths_at_once(data: Path, capsys: pytest.Captu
         ("a.tsv", "query\tp\n1\t2\n", "no row of {path} has a column 'positive'"),
         ("a.jsonl", '{"querry": "a", "positive": "b"}\n', "if 'querry' is meant: column_mapping: {querry: query}"),
         ("a.jsonl", '{"querry": "a", "positive": "b"}\n' * 200, "no row of the first 100 rows of {path} has a column"),
-        ("a.csv", "query,anchor,positive\n1,2,3\n", "columns 'query' and 'anchor' both stand for 'query'"),
+        ("a.csv", "query,anchor,positive\n1,2,3\n", "columns 'query' and 'anchor' both mean 'query'"),
     ],
 )
 def test_columns_that_lack_are_told_from_the_first_rows(data: Path, name: str, text: str, reason: str) -> None:

@@ -190,7 +190,7 @@ def _read_file(path: Path) -> Layer:
         if path.is_dir():
             raise Unreadable(0, f"a folder; name a configuration, a file that ends in {', '.join(_SUFFIXES)}")
         if path.suffix.lower() not in _SUFFIXES:
-            fix = f"rename the file to match what it holds; of data, vembed init {label} writes one"
+            fix = f"rename the file to match its content; if it holds data, vembed init {label} writes a configuration"
             raise Unreadable(0, f"a configuration ends in {', '.join(_SUFFIXES)}; {fix}")
         document = read_document(_read_text(path), is_json=path.suffix.lower() == ".json")
     except Unreadable as error:
@@ -217,7 +217,7 @@ def _read_text(path: Path) -> str:
         raise Unreadable(0, f"can't be read: {getattr(error, 'strerror', None) or error}") from error
     if b"\0" in content:
         line = content.count(b"\n", 0, content.index(b"\0")) + 1
-        raise Unreadable(line, "there is a NUL byte; this is no text file")
+        raise Unreadable(line, "there is a NUL byte; this isn't a text file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 class PluginKeys(Section):
-    """Code of your own."""
+    """Your own code."""
 
     plugins: list[Name] = key(
         [],
-        "Python modules that are imported before anything else is read, so that their vembed.register_* take effect; "
-        "searched in the current folder, in PYTHONPATH and among the installed packages.",
+        "Python modules to import before anything else is read, so that their vembed.register_* take effect. vembed "
+        "searches the current folder, PYTHONPATH and the installed packages.",
     )
 
 
@@ -247,7 +247,7 @@ def _class_with_losses(losses: tuple[type[LossSection], ...]) -> type[Config]:
         target: Any = Literal[(*get_args(ColumnName), *columns)]
         made["column_mapping"] = (dict[Name, target | None], Config.model_fields["column_mapping"])
     loss_type = copy.copy(Config.model_fields["loss_type"])
-    loss_type.description = f"The loss: {'; '.join(f'{loss.name}, {loss.summary}' for loss in losses)}."
+    loss_type.description = f"Training loss. {' '.join(f'{loss.name}: {loss.summary}.' for loss in losses)}"
     made["loss_type"] = (Literal[tuple(loss.name for loss in losses)], loss_type)
     return create_model("Config", __base__=Config, __module__=__name__, **made)
 

@@ -211,7 +211,7 @@ class ProblemLog:
                 encoding = f" (save {file} as UTF-8, e.g. iconv -f latin1 -t utf-8 {file} > new{suffix})"
                 break
         if self._num_never_dropped:
-            cure = "Fix the rows: a path that leads out of the data refuses the source, whatever the policy."
+            cure = "Fix the rows: skip_invalid_records doesn't cover a path that leads out of the data."
         elif self.count == num_rows:
             cure = f"Fix the rows{encoding}."
         elif self._skips is not None:
@@ -541,7 +541,7 @@ class UnclearLabels:
         last = ", ..." if len(shown) > 5 else f" and {shown[-1]}" * (len(shown) > 1)
         listed = ", ".join(shown[:5] if len(shown) > 5 else shown[:-1] or shown) + last
         raise DataError(
-            f"{where}: {column} holds {listed} beside {beside}, which may say three things. Set label_kind:\n"
+            f"{where}: {column} holds {listed} beside {beside}, which can mean three things. Set label_kind:\n"
             "  class  it names the row's class, a number or a text; rows of one class are positives of each other\n"
             "  pair   1: query and document belong together, 0: they don't (for losses that take listed pairs)\n"
             "  grade  how close query and document are, higher is closer (for losses that take listed pairs)\n"

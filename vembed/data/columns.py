@@ -321,8 +321,8 @@ class ColumnResolver:
         if len(near) < len(lacking) and len(unnamed) <= MOST_BLANKS:
             mapping = {name: near.get(name, "____") for name in unnamed}
         entries = f"column_mapping: {{{', '.join(f'{cut(name)}: {target}' for name, target in mapping.items())}}}"
-        picture = f", nor {_PICTURE_OF[column]}" if column in _PICTURE_OF else ""
-        others = f" (nor any of {', '.join(aliases[column])}{picture})" if aliases[column] else ""
+        picture = f", {_PICTURE_OF[column]}" if column in _PICTURE_OF else ""
+        others = f" (also looked for {', '.join(aliases[column])}{picture})" if aliases[column] else ""
         reason = f"missing{others}{''.join(f', and so is {other!r}' for other in lacking[1:])}"
         if not mapping:
             fix = ""
@@ -435,7 +435,7 @@ class ColumnResolver:
             ]
             both = f", or take both with column_mapping: {{negatives: [{', '.join(rivals)}]}}"
             raise DataError(
-                f"{where}: columns {' and '.join(shown[:2])} both stand for {column!r}: keep one, and drop the other "
+                f"{where}: columns {' and '.join(shown[:2])} both mean {column!r}: keep one, and drop the other "
                 f"with column_mapping: {{{rivals[-1]}: null}}{both if column == 'negatives' else ''}"
             )
 

@@ -94,7 +94,7 @@ def hold_out(table: RecordTable, *, fraction: float | None = None, limit: int | 
         wanted = min(MOST_ROWS, max(part(SHARE), min(ENOUGH_ROWS, part(LARGEST_SHARE))))
     budget = min(wanted, num_rows - MIN_TRAIN_ROWS, limit or num_rows)
     if budget < 1:
-        msg = f"{plural(num_rows, 'record')} can't be split into some to train on and some to validate on: {FIX}"
+        msg = f"too few rows to train and to validate on ({plural(num_rows, 'record')}): {FIX}"
         raise DataError(msg)
     low_graded = table.lists("positives")[0] == 0  # a pair graded 0 or lower has its document among the negatives
     chosen = _choose(*_components(table, low_graded), budget)

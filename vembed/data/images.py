@@ -370,7 +370,7 @@ class ImageRoot:
 
     def __init__(self, folder: Path | None, limits: ImageLimits) -> None:
         if folder is not None and not is_folder(home_path(folder)):
-            msg = f"image_root: {folder} is no folder: give the folder that the pictures' paths start from"
+            msg = f"image_root: {folder} isn't a folder; give the folder that the paths of pictures start from"
             raise DataError(msg)
         self._folder = None if folder is None else os.path.realpath(home_path(folder))
         self._limits = limits

@@ -98,12 +98,12 @@ class Source(Section):
 
     path: Name = key(..., "As data_path.")
     split: Name | None = key(None, "As data_split.")
-    weight: Positive = key(1.0, "How much more often its rows come.")
-    loss: Name | None = key(None, "Loss of the batches of these rows; null is loss_type, with added_losses.")
-    query_prompt: Text | None = key(None, "Text before each query of these rows in training; null is the run's.")
-    document_prompt: Text | None = key(None, "Text before each document of these rows in training; null is the run's.")
+    weight: Positive = key(1.0, "Factor on how often its rows come.")
+    loss: Name | None = key(None, "Loss for batches of these rows. null: loss_type, with added_losses.")
+    query_prompt: Text | None = key(None, "Text before each query of these rows in training. null: the run's.")
+    document_prompt: Text | None = key(None, "Text before each document of these rows in training. null: the run's.")
     column_mapping: Annotated[Mapping[Name, Name | None] | None, LISTED_NEGATIVES] = key(
-        None, "As column_mapping; null is the run's."
+        None, "As column_mapping. null: the run's."
     )
 
     @property
@@ -121,36 +121,37 @@ class SourceKeys(Section):
 
     data: Annotated[list[Source], Field(min_length=1)] | None = key(
         None,
-        "Several sources of training data, in place of data_path. Each entry has a path, and may have: split and "
-        "column_mapping, as data_split and column_mapping; weight, 1 by default, how much more often its rows come; "
-        "loss, with source_batches: single, the loss of its batches in place of loss_type; "
-        "query_prompt and document_prompt, put before its texts in training. An epoch has as many rows as all sources "
-        "have; rows of one that comes less often wait for the next epochs. Classes of different sources differ.",
+        "Several sources of training data instead of data_path. Each entry needs a path; the rest is optional. split, "
+        "column_mapping: as data_split and column_mapping. weight: factor on how often its rows come, 1 by default. "
+        "loss: replaces loss_type for its batches; needs source_batches: single. query_prompt, document_prompt: put "
+        "before its texts in training. An epoch has as many rows as all sources together. Rows of a source that comes "
+        "less often wait for later epochs. Classes of different sources differ.",
     )
     source_batches: Literal["mixed", "single"] = key(
-        "mixed", "mixed: a batch holds rows of all sources. single: of one.", acts_with={"data": ANY}
+        "mixed", "Sources of a batch. mixed: all of them. single: one per batch.", acts_with={"data": ANY}
     )
     source_temperature: Positive = key(
         1.0,
-        "Sources share an epoch as weight x rows^(1 / source_temperature); above 1 small sources come more often.",
+        "Balance of sources: their shares of an epoch are weight x rows^(1 / source_temperature). Above 1, small "
+        "sources come more often.",
         acts_with={"data": ANY},
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "A `loss` in `data` learns from rows, takes as many vectors of a row as `loss_type`, and needs single "
-            "batches.",
+            "A `loss` in `data` must learn from the rows and take as many vectors per row as `loss_type`; it needs "
+            "`source_batches: single`.",
             ("data", "loss_type", "source_batches"),
             lambda config: _wrong_loss_of_source(config),
         ),
         Rule(
-            "`added_losses` has no effect where every source has a `loss` of its own.",
+            "`added_losses` has no effect if every source has its own `loss`.",
             ("data", "added_losses"),
             lambda config: config.added_losses and config.data and all(losses_of_sources(config)),
             "added_losses has no effect: every source of data has a loss of its own; remove one of them",
         ),
         Rule(
-            "`data` must not stand beside a `data_path`.",
+            "`data` can't be combined with `data_path`.",
             ("data", "data_path"),
             lambda config: config.data is not None and config.data_path is not None,
             "data lists the sources in place of data_path; remove one of them",
@@ -159,111 +160,113 @@ class SourceKeys(Section):
 
 
 class DataKeys(SourceKeys):
-    """Sources of the rows, and the treatment of broken ones."""
+    """Data to train, validate and test on, and the handling of broken rows."""
 
     data_path: Annotated[Name | None, BeforeValidator(_one_path)] = key(
         None,
-        "Training data: file, folder, pattern or a list of those, [a.jsonl, b.jsonl]; hub id, `builtin:SET`, or a "
-        "published set as `flickr30k:FOLDER`.",
+        "Training data: a file, folder, pattern or list of them ([a.jsonl, b.jsonl]), a hub id, `builtin:SET`, or a "
+        "published set such as `flickr30k:FOLDER`.",
     )
     val_data_path: Annotated[Name | None, BeforeValidator(_one_dev_set)] = key(
-        None, "Data that chooses the best checkpoint; null holds out a part of the training data."
+        None, "Validation data, which chooses the best checkpoint. null: hold out part of the training data."
     )
     val_fraction: Auto | Annotated[float, Field(gt=0, le=0.5)] = key(
         "auto",
-        "Share of the training rows that is held out to choose the best checkpoint, where val_data_path is null. auto: "
-        "5%, at least 100 rows where that is at most a fifth, at most 1,000. No text or picture is a query or a "
-        "positive on both sides; documents of training rows fill what the held-out queries search up to 1,000. Where "
-        "test_data_path is null too and the held-out queries are enough (472), half of them are a test set for the "
-        "verdict, which chooses nothing.",
+        "Share of the training rows held out to choose the best checkpoint, if val_data_path is null. auto: 5%, "
+        "raised to 100 rows or a fifth (whichever is fewer), at most 1,000 rows. No text or picture is a query or a "
+        "positive on both sides. Held-out queries search at least 1,000 documents, filled up from training rows. If "
+        "test_data_path is null too and 472 or more queries are held out, half of them become a test set, used for "
+        "the verdict alone.",
         acts_with={"val_data_path": (None,)},
     )
     test_data_path: Name | Paths | None = key(
         None,
-        "Data of the verdict, never used to choose anything. Of several sets each gets a verdict, and so does their "
-        "mean, which is the run's; the report shows the first in detail.",
+        "Test data for the verdict, never used to choose anything. With several sets, each has a verdict, and the "
+        "run's verdict is on their mean. The report shows the first set in detail.",
     )
     guard_data: Name | Paths | None = key(
         None,
-        "Sets on which the model should lose nothing: evaluated before and after training, each with a line in the "
-        "verdict that says whether the model forgets. As test_data_path.",
+        "Sets that test for forgetting. Each is evaluated before and after training, and a line of the verdict says "
+        "if the model forgets. Takes the same forms as test_data_path.",
     )
     leak: Literal["warn", "drop", "refuse"] = key(
         "warn",
-        "What becomes of training rows that hold a query of val_data_path, test_data_path or guard_data and a document "
-        "that is relevant to it. warn: plan and verdict say so, and the verdict is given again without those queries. "
-        "drop: the rows are left out. refuse: the run stops while planning. Texts are compared without regard to case, "
-        "white space and compatible forms of characters, pictures by their bytes.",
+        "Action on training rows that hold a query of val_data_path, test_data_path or guard_data together with a "
+        "document relevant to it. warn: plan and verdict report them, and the verdict is repeated without those "
+        "queries. drop: leave the rows out. refuse: stop the run while planning. Texts are compared regardless of "
+        "case, white space and compatible Unicode forms, pictures by their bytes.",
     )
-    data_split: Name | None = key(None, "Split of data_path; null is its training split.", acts_with={"data_path": ANY})
+    data_split: Name | None = key(None, "Split of data_path. null: its training split.", acts_with={"data_path": ANY})
     val_data_split: Name | None = key(
-        None, "Split of val_data_path; null is its validation split.", acts_with={"val_data_path": ANY}
+        None, "Split of val_data_path. null: its validation split.", acts_with={"val_data_path": ANY}
     )
     test_data_split: Name | None = key(
-        None, "Split of test_data_path; null is its test split.", acts_with={"test_data_path": ANY}
+        None, "Split of test_data_path. null: its test split.", acts_with={"test_data_path": ANY}
     )
     guard_data_split: Name | None = key(
-        None, "Split of guard_data; null is its test split.", acts_with={"guard_data": ANY}
+        None, "Split of guard_data. null: its test split.", acts_with={"guard_data": ANY}
     )
     column_mapping: Annotated[Mapping[Name, ColumnName | None], LISTED_NEGATIVES] = key(
         {},
-        "Column of the data -> our column (query, positive, negatives, query_image, positive_image, negative_images, "
-        "label, title), or null to ignore it. Several columns may be negatives: {negatives: [bad_1, bad_2]} says it of "
-        "all of them. A title is put before the text of the positive.",
+        "Mapping from columns of your data to query, positive, negatives, query_image, positive_image, "
+        "negative_images, label or title; null ignores a column. For several columns of negatives write {negatives: "
+        "[bad_1, bad_2]}. A title is put before the text of the positive.",
     )
     label_kind: LabelKind = key(
         "auto",
-        "What a number in the column label or score says. class: rows of one number are positives of each other. pair: "
-        "1, query and document belong together, or 0, they don't. grade: how close they are, higher is closer; or a "
-        "list, one number for each positive and then each negative of the row. The last two need a loss that takes "
-        "listed pairs. auto takes texts, and whole numbers beside a picture, as classes, and refuses numbers beside "
-        "two texts, be they written as texts or not.",
+        "Meaning of a number in the column label or score. class: rows with the same number are positives of each "
+        "other. pair: 1 if query and document belong together, 0 if they don't. grade: closeness, higher is closer; a "
+        "list has one number for each positive, then for each negative of the row. pair and grade need a loss that "
+        "takes listed pairs. auto: texts, and whole numbers beside a picture, are classes; numbers beside two texts "
+        "are refused, even if written as texts.",
     )
     image_root: Name | None = key(
-        None, "Folder that paths of pictures in the data start from and stay in; null is the data file's own folder."
+        None,
+        "Folder from which picture paths in the data start, and which they must not leave. null: the data file's "
+        "folder.",
     )
     max_image_pixels: Count = key(
-        89_478_485, "A picture whose header says more is refused before it is decoded.", unit="pixels"
+        89_478_485, "Size limit: a picture whose header says more is refused before decoding.", unit="pixels"
     )
     image_augmentation: Literal["none", "light", "strong"] = key(
         "none",
-        "Change training pictures at random, anew in each epoch. light: a window of 80 to 100% of the area, up to "
-        "4% over the edge. strong: 60 to 120%, up to 8% over the edge, turned by up to 15 degrees; brightness and "
-        "contrast x 0.7 to 1.3, saturation x 0.5 to 1.5, hue turned by up to 18 degrees; 10% become grey and 20% are "
-        "blurred, by up to 1% of the side.",
+        "Change training pictures at random, anew in each epoch. light: a window of 80 to 100% of the area, up to 4% "
+        "beyond the edge. strong: a window of 60 to 120%, up to 8% beyond the edge, rotated by up to 15 degrees. "
+        "Brightness and contrast x 0.7 to 1.3, saturation x 0.5 to 1.5, hue turned by up to 18 degrees; 10% turn grey "
+        "and 20% are blurred, by up to 1% of the side.",
     )
     image_flip: bool = key(
         False,
-        "Mirror half of the training pictures, left to right, with any image_augmentation: for products and other "
-        "things that have no left and right; not where captions say left or right, nor where pictures show writing.",
+        "Mirror half of the training pictures left to right, with any image_augmentation. Good for products and other "
+        "things without a left and a right. Leave it off if captions say left or right, or if pictures show writing.",
     )
     retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = key(
         "auto",
-        "What searches what, t for texts, i for pictures and m for pictures with a text (t2i: texts search pictures); "
-        "data of another kind are refused; auto takes what the data hold.",
+        "Query type, then document type: t for texts, i for pictures, m for pictures with a text (t2i: texts search "
+        "pictures). auto: as in the data. Any other value refuses data of another kind.",
     )
     num_workers: Auto | Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = key(
         "auto",
-        "Data workers per process, which decode and tokenize the batches of coming steps; with 0 the training process "
-        "does it. auto: the cores that training leaves free, at most 8; none on a CPU that trains on texts alone. No "
-        "result depends on it.",
+        "Data workers per process, which decode and tokenize the coming batches. 0: the training process does it. "
+        "auto: the cores that training leaves free, at most 8; none if a CPU trains on texts alone. Results don't "
+        "depend on it.",
         unit="processes",
         affects="process",
     )
     prefetch_factor: Auto | Count = key(
         "auto",
-        "Batches that each data worker makes ahead; auto: 2, or 1 where they would take much of the memory.",
+        "Batches that each data worker prepares ahead. auto: 2, or 1 if they would fill much of the memory.",
         unit="batches",
         affects="process",
     )
-    skip_invalid_records: bool = key(False, "Drop and count rows that can't be used, instead of stopping.")
+    skip_invalid_records: bool = key(False, "Drop and count unusable rows instead of stopping.")
     max_invalid_records: Count = key(
         100,
-        "With skip_invalid_records: more broken rows than this stop the run.",
+        "Most broken rows that skip_invalid_records may drop; one more stops the run.",
         unit="rows",
         acts_with={"skip_invalid_records": (True,)},
     )
-    drop_last: bool = key(False, "Drop the last, smaller batch of each epoch.")
+    drop_last: bool = key(False, "Drop the last batch of an epoch if it is smaller.")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -294,27 +297,27 @@ class DataKeys(SourceKeys):
 
 
 class SamplingKeys(Section):
-    """Which rows come together in a batch: a function of seed, epoch and step alone."""
+    """Choice of the rows in a batch, which depends on seed, epoch and step alone."""
 
     batch_sampling: Literal["random", "no_duplicates", "classes", "hard"] = key(
         "random",
-        "Which rows share a batch. random: any. no_duplicates: no query and no positive comes twice in a batch; a row "
-        "that fits in none is left out of the epoch. classes: as many rows of each of some classes. hard: "
-        "rows that a model finds alike, the starting one or (hard_refresh) that of the epoch, so that each is a hard "
-        "negative of the others.",
+        "Choice of the rows that share a batch. random: any rows. no_duplicates: no query or positive twice in a "
+        "batch; a row that fits in none is left out of the epoch. classes: equally many rows from each of several "
+        "classes. hard: rows that a model finds alike, so each is a hard negative of the others. The model is the "
+        "starting one, or the epoch's with hard_refresh.",
     )
     samples_per_class: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = key(
         4, "Rows of each class in a batch.", unit="rows", acts_with={"batch_sampling": ("classes",)}
     )
     hard_max_similarity: Share = key(
         0.95,
-        "Two rows share no batch where their vectors have a higher cosine similarity: they may say the same.",
+        "Highest cosine similarity of two rows in one batch; rows above it may say the same.",
         acts_with={"batch_sampling": ("hard",)},
     )
     hard_refresh: Literal["once"] | Count = key(
         "once",
-        "When hard batches are chosen: once, by the starting model, or before the first epoch and every so many "
-        "epochs, each time by the model as it then is.",
+        "Schedule for choosing hard batches. once: by the starting model. A number: before the first epoch and every "
+        "so many epochs, by the current model.",
         unit="epochs",
         acts_with={"batch_sampling": ("hard",)},
     )

@@ -227,8 +227,8 @@ def deepspeed_refusal(content: Mapping[str, Any], *, where: str) -> str:
         lines.append(f"without an equal, and not needed: {', '.join(others)}")
     shown = "".join(f"\n  {line}" for line in lines)
     return (
-        f"{where} is a configuration for DeepSpeed, which is not used here: its stages are built in. The same in keys "
-        f"of this program, for the YAML file or --config_override:{shown}"
+        f"{where} is a DeepSpeed configuration. vembed has those stages built in and doesn't use DeepSpeed. The same "
+        f"settings as keys of vembed, for the YAML file or --config_override:{shown}"
     )
 
 

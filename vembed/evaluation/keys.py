@@ -40,41 +40,41 @@ MetricName = Annotated[
 
 
 class EvaluationKeys(Section):
-    """When retrieval is measured, and what chooses the best checkpoint."""
+    """Schedule of the evaluations, and the metric that chooses the best checkpoint."""
 
     eval_strategy: Literal["epoch", "steps", "no"] = key(
-        "epoch", "When the validation data are evaluated during training."
+        "epoch", "Schedule of the evaluations on validation data during training."
     )
     eval_steps: Count | None = key(
         None,
-        "Steps from one evaluation to the next, with eval_strategy steps.",
+        "Steps between evaluations, with eval_strategy steps.",
         unit="steps",
         acts_with={"eval_strategy": ("steps",)},
     )
     eval_batch_size: Auto | Count = key(
         "auto",
-        "Most texts or pictures of one encoder call in evaluation; auto is 256 on a CPU, and on an accelerator as many "
-        "as keep it busy.",
+        "Largest number of texts or pictures per encoder call in evaluation. auto: 256 on a CPU; enough to keep an "
+        "accelerator busy.",
         unit="items",
         affects="run",
     )
     metric_for_best_model: MetricName = key("ndcg@10", "Metric that chooses the best checkpoint; higher is better.")
     early_stopping_patience: Count | None = key(
         None,
-        "Stop after so many evaluations in a row without a better metric; null never does.",
+        "Stop after this many evaluations in a row without a better metric. null: never stop early.",
         unit="evaluations",
         acts_with={"eval_strategy": ("epoch", "steps")},
     )
     eval_both_directions: Auto | bool = key(
         "auto",
-        "Measure the verdict's set also with its documents searching its queries, before and after training; auto does "
-        "where texts search pictures or pictures search texts.",
+        "Also measure the verdict's set in reverse (documents search queries), before and after training. auto: on if "
+        "texts search pictures or pictures search texts.",
     )
-    bm25: bool = key(True, "Evaluate BM25 beside the model where the set is all texts.", affects="run")
+    bm25: bool = key(True, "Evaluate BM25 beside the model if the set is all texts.", affects="run")
     bm25_language: Bm25Language = key(
         "english",
-        "Language of the texts: BM25 cuts their words to stems and leaves out the language's stop words. plain: words "
-        "of two or more letters as they are written, without English stop words.",
+        "Language of the texts: BM25 stems their words and leaves out the language's stop words. plain: unstemmed "
+        "words of two or more letters, without English stop words.",
         affects="run",
         acts_with={"bm25": (True,)},
     )

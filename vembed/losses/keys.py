@@ -30,7 +30,7 @@ MAX_LOGIT_SCALE = 100.0
 class TemperatureKeys(Section):
     """Keys of a loss that divides similarities by a temperature."""
 
-    temperature: Positive = key(0.05, "Similarities are divided by it; its start value with learn_temperature.")
+    temperature: Positive = key(0.05, "Divisor of the similarities; its start value if learn_temperature is on.")
     learn_temperature: bool = key(False, "Train the temperature as well.")
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -54,7 +54,7 @@ class MaskKeys(Section):
     """Keys of a loss with in-batch negatives."""
 
     mask_false_negatives: bool = key(
-        True, "A copy of a query's positive in the batch is no negative (by id and content)."
+        True, "Ignore copies of a query's positive among its negatives, matched by id and content."
     )
 
 
@@ -63,18 +63,19 @@ class FilterKeys(MaskKeys):
 
     false_negative_filter: Literal["identity", "threshold", "teacher"] = key(
         "identity",
-        "What else makes a document no negative of a query. identity: nothing beside mask_false_negatives. threshold: "
-        "the model finds it more similar to the query than the query's best positive, less the margin. teacher: the "
-        "teacher's vectors do.",
+        "Rule for further false negatives, which are ignored. identity: only mask_false_negatives acts. threshold: "
+        "documents more similar to the query, by the model, than its best positive less the margin. teacher: the same "
+        "by the teacher's vectors.",
     )
     false_negative_margin: Annotated[float, Field(ge=-1, le=1)] = key(
         0.05,
-        "How far below the positive's similarity a document is already too similar.",
+        "Margin between the best positive's similarity and the limit for false negatives.",
         acts_with={"false_negative_filter": ("threshold", "teacher")},
     )
     false_negative_margin_kind: Literal["relative", "absolute"] = key(
         "relative",
-        "relative: false_negative_margin is a share of the positive's similarity. absolute: it is subtracted.",
+        "Unit of false_negative_margin. relative: a share of the positive's similarity. absolute: a difference from "
+        "it.",
         acts_with={"false_negative_filter": ("threshold", "teacher")},
     )
 
@@ -89,13 +90,13 @@ class PrefixKeys(Section):
 
     mrl_dims: Annotated[list[Count], Field(min_length=1)] | None = key(
         None,
-        "Matryoshka: train these numbers of leading dims, each normalised, instead of the whole vector; list the whole "
-        "dim to train it as well.",
+        "Matryoshka: train these numbers of leading dims, each normalised, instead of the whole vector. Add the whole "
+        "dim to train it too.",
         unit="dims",
     )
     mrl_weights: Annotated[list[Positive], Field(min_length=1)] | None = key(
         None,
-        "Weight of each of mrl_dims in the mean of their losses; null weighs all alike.",
+        "Weight of each of mrl_dims in the mean of their losses. null: equal weights.",
         acts_with={"mrl_dims": ANY},
     )
 
@@ -105,8 +106,8 @@ class TileKeys(Section):
 
     loss_tile_size: Auto | Count = key(
         "auto",
-        "Rows and columns of the blocks in which the similarity matrix is computed; it changes memory and speed, not "
-        "the loss.",
+        "Rows and columns of the blocks of the similarity matrix. They change memory and speed; the loss stays the "
+        "same.",
         unit="items",
     )
 
@@ -118,22 +119,22 @@ class CellKeys(TileKeys, PrefixKeys, FilterKeys):
 class LossChoice(Section):
     """Which loss, and how exactly it is computed."""
 
-    loss_type: Name = key("infonce", "The loss.")
+    loss_type: Name = key("infonce", "Training loss.")
     added_losses: Mapping[Name, Positive] = key(
         {},
-        "Further losses, name -> weight: each one's value times its weight is added to that of loss_type, and "
-        "its keys act.",
+        "Further losses, as name: weight. Each value times its weight is added to loss_type's, and the loss's keys "
+        "take effect.",
     )
     loss_precision: Literal["highest", "tf32"] = key(
         "highest",
-        "How exactly the loss multiplies float32 matrices. tf32 is faster on CUDA devices from Ampere on and rounds "
-        "each factor by up to 2^-11: at a temperature of 0.02 the gradient errs by 0.1 to 0.3% of its length, the loss "
-        "by less than 0.01%. Nothing changes on other devices, nor for the encoder.",
+        "Precision of float32 matrix products in the loss. tf32: faster on CUDA devices from Ampere on, but rounds "
+        "each factor by up to 2^-11. At a temperature of 0.02 the gradient errs by 0.1 to 0.3% of its length, the "
+        "loss by less than 0.01%. Other devices and the encoder are unaffected.",
     )
 
 
 class LossKeys(TileKeys, PrefixKeys, MaskKeys, LossChoice):
-    """The loss of a run, and keys that most losses take."""
+    """Loss of a run, and keys that most losses share."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -145,23 +146,23 @@ class LossKeys(TileKeys, PrefixKeys, MaskKeys, LossChoice):
             ),
         ),
         Rule(
-            "`mrl_weights` must be as many as `mrl_dims`.",
+            "`mrl_weights` must have as many entries as `mrl_dims`.",
             ("mrl_weights", "mrl_dims"),
             lambda config: (
                 config.mrl_weights
                 and config.mrl_dims
                 and len(config.mrl_weights) != len(config.mrl_dims)
-                and f"mrl_weights has {len(config.mrl_weights)} entries for the {len(config.mrl_dims)} of mrl_dims; "
+                and f"mrl_weights has {len(config.mrl_weights)} entries, mrl_dims has {len(config.mrl_dims)}; "
                 "give one weight for each, or remove mrl_weights to weigh all alike"
             ),
         ),
         Rule(
-            "`added_losses` must hold losses other than `loss_type`, which take as many vectors of a row as it does.",
+            "`added_losses` must differ from `loss_type` and take as many vectors per row as it does.",
             ("added_losses", "loss_type"),
             lambda config: _unfit_added_loss(config),
         ),
         Rule(
-            "`loss_type` must be a loss that learns from what the rows say.",
+            "`loss_type` must be a loss that learns from the rows.",
             ("loss_type", "added_losses"),
             lambda config: not LOSSES.load(config.loss_type).takes,
             "{loss_type} alone learns nothing from the rows; choose another loss_type, and set added_losses to "
@@ -247,25 +248,25 @@ class InfoNCEKeys(SoftmaxKeys):
 
     loss_directions: Annotated[list[Direction], Field(min_length=1)] | None = key(
         None,
-        "What competes with a query's positive in one softmax: the documents of the batch (query_to_document, which "
-        "always do; null is these alone), other queries (query_to_query), the queries that its positive is compared "
-        "with (document_to_query), other documents (document_to_document). loss_bidirectional averages two softmaxes "
+        "Competitors of a query's positive in one softmax. query_to_document: the documents of the batch, always "
+        "included; null means these alone. query_to_query: other queries. document_to_query: the queries that its "
+        "positive is compared with. document_to_document: other documents. loss_bidirectional averages two softmaxes "
         "instead.",
     )
     hardness_mode: Literal["none", "in_batch_negatives", "hard_negatives", "all_negatives"] = key(
         "none",
-        "Which negatives count more for a query, the more similar they are: those of other rows, the hard negatives of "
-        "its own row, or all.",
+        "Negatives that count more, the more similar they are to the query: those of other rows, its own row's hard "
+        "negatives, or all.",
     )
     hardness_strength: NonNegative = key(
         5.0,
-        "A negative of similarity S counts exp(hardness_strength S) times; 9 as in LLaVE, 5 as in EmbeddingGemma.",
+        "Exponent: a negative of similarity S counts exp(hardness_strength S) times. LLaVE uses 9, EmbeddingGemma 5.",
         acts_with={"hardness_mode": ("all_negatives", "in_batch_negatives", "hard_negatives")},
     )
     focal_gamma: NonNegative = key(
         0.0,
-        "Weigh a query by (1 - p)^focal_gamma, p being the softmax's share of its positives: what is learned counts "
-        "less. 0.5 as in KaLM-Embedding-V2; 0 weighs all alike.",
+        "Weigh a query by (1 - p)^focal_gamma, with p the softmax share of its positives, so learned queries count "
+        "less. KaLM-Embedding-V2 uses 0.5. 0: equal weights.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -312,7 +313,7 @@ class SupConKeys(SoftmaxKeys):
     loss = "vembed.losses.infonce:SupCon"
     name = "supcon"
     title = "the supervised contrastive loss"
-    summary = "InfoNCE of each positive by itself, for rows of one class"
+    summary = "InfoNCE for each positive separately, for rows of one class"
     takes = ("positives", "classes")
     formula = "L_i = mean over p in P(i) of -log( exp(l_ip)  /  sum over j in P(i) and N(i) of exp(l_ij) )"
     source = 'Khosla et al., 2020, "Supervised Contrastive Learning"'
@@ -331,18 +332,18 @@ class InBatchHardKeys(SoftmaxKeys):
     loss = "vembed.losses.in_batch_hard:InBatchHard"
     name = "in_batch_hard"
     title = "the InfoNCE loss over the hardest negatives"
-    summary = "InfoNCE over the hard_topk negatives that are most similar to the query"
+    summary = "InfoNCE over the hard_topk negatives most similar to the query"
     formula = "L_i = -log( sum over j in P(i) of exp(l_ij)  /  sum over j in P(i) and H(i) of exp(l_ij) )"
     source = InfoNCEKeys.source
     citation = InfoNCEKeys.citation
 
     hard_topk: Count = key(
         8,
-        "Negatives of the batch that a query learns from, the most similar ones; its listed negatives compete too.",
+        "Number of in-batch negatives per query, the most similar ones; its listed negatives compete too.",
         unit="items",
         acts_with={"use_all_negatives": (False,)},
     )
-    use_all_negatives: bool = key(False, "Learn from all negatives instead, as infonce does.")
+    use_all_negatives: bool = key(False, "Learn from all negatives, as infonce does.")
 
     @property
     def tile_blocks(self) -> tuple[int, int]:
@@ -364,7 +365,7 @@ class DistillationKeys(InfoNCEKeys):
     loss = "vembed.losses.distillation:DistillationLoss"
     name = "distillation"
     title = "distillation of a teacher"
-    summary = "InfoNCE, and similarities of the batch as those of teacher_model_name"
+    summary = "InfoNCE, and the batch's similarities matched to teacher_model_name"
     reads_teacher = True
     formula = "L = distillation_alpha L_infonce + (1 - distillation_alpha) L_teacher"
     source = 'Hinton et al., 2015, "Distilling the Knowledge in a Neural Network"'
@@ -375,16 +376,16 @@ class DistillationKeys(InfoNCEKeys):
   year    = {2015}
 }"""
 
-    distillation_alpha: Share = key(0.5, "Share of InfoNCE in the loss; the rest is the teacher's.")
+    distillation_alpha: Share = key(0.5, "Share of InfoNCE in the loss; the teacher's term gets the rest.")
     distillation_temperature: Positive = key(
         0.05,
-        "The similarities of both models are divided by it.",
+        "Divisor of the similarities of both models.",
         acts_with={"distillation_loss_type": ("kl",)},
     )
     distillation_loss_type: Literal["kl", "mse"] = key(
         "kl",
-        "How far the model is from the teacher: kl, of the shares that a query gives the documents of the batch; mse, "
-        "of the similarities themselves.",
+        "Distance between model and teacher. kl: between their softmax distributions over the documents of the batch. "
+        "mse: between the similarities.",
     )
 
     @property
@@ -403,7 +404,7 @@ class SigmoidKeys(OurLoss, CellKeys):
     loss = "vembed.losses.sigmoid:SigmoidLoss"
     name = "sigmoid"
     title = "the sigmoid loss"
-    summary = "the pairwise sigmoid loss of SigLIP, with a learned scale and bias"
+    summary = "pairwise sigmoid loss of SigLIP, with a learned scale and bias"
     formula = "L = 1/Q sum over i, j of log(1 + exp(-y_ij (s S_ij + b)))"
     source = 'Zhai et al., 2023, "Sigmoid Loss for Language Image Pre-Training"'
     citation = """@inproceedings{zhai2023sigmoid,
@@ -422,10 +423,10 @@ class SigmoidKeys(OurLoss, CellKeys):
     }
 
     init_logit_scale: Annotated[float, Field(ge=0, le=LARGEST_LOG_SCALE)] = key(
-        2.302585, "Start of the natural log of the factor on similarities, ln 10 as in SigLIP."
+        2.302585, "Start value of the natural log of the factor on similarities; ln 10 as in SigLIP."
     )
     init_logit_bias: Annotated[float, Field(ge=-100, le=100)] = key(
-        -10.0, "Start of the bias that is added after the factor."
+        -10.0, "Start value of the bias, which is added after the factor."
     )
 
     @property
@@ -440,7 +441,7 @@ class CosentKeys(OurLoss, CellKeys):
     loss = "vembed.losses.cosent:CosentLoss"
     name = "cosent"
     title = "the CoSENT loss"
-    summary = "every pair more similar than each pair of a lower grade, over the whole batch"
+    summary = "rank each pair above all pairs of a lower grade, over the whole batch"
     takes = ("positives", "pairs")
     formula = "L = log(1 + sum over pairs a, b with y_a > y_b of exp(cosent_scale (S_b - S_a)))"
     source = 'Su, 2022, "CoSENT (I): a more effective sentence vector scheme than Sentence-BERT"'
@@ -456,7 +457,7 @@ class CosentKeys(OurLoss, CellKeys):
         "loss_bidirectional": "cosent compares pairs, which have no direction",
     }
 
-    cosent_scale: Positive = key(20.0, "Factor on differences of similarities, as 1 / temperature is.")
+    cosent_scale: Positive = key(20.0, "Factor on differences of similarities, like 1 / temperature.")
 
     @property
     def tile_blocks(self) -> tuple[int, int]:
@@ -470,7 +471,7 @@ class AngleKeys(OurLoss, TileKeys, PrefixKeys):
     loss = "vembed.losses.cosent:AngleLoss"
     name = "angle"
     title = "the AnglE loss"
-    summary = "CoSENT over the angles of graded pairs in the complex plane"
+    summary = "CoSENT over angles in the complex plane, for graded pairs"
     takes = ("pairs",)
     memory = "pairs"
     formula = (
@@ -489,7 +490,7 @@ class AngleKeys(OurLoss, TileKeys, PrefixKeys):
         "cosent_scale": lambda value: f"for the same factor set angle_scale to {value:.4g}",
     }
 
-    angle_scale: Positive = key(20.0, "Factor on differences of the similarities of angles, as 1 / temperature is.")
+    angle_scale: Positive = key(20.0, "Factor on differences of the angles' similarities, like 1 / temperature.")
 
 
 class TripletKeys(OurLoss, CellKeys):
@@ -498,7 +499,7 @@ class TripletKeys(OurLoss, CellKeys):
     loss = "vembed.losses.triplet:TripletLoss"
     name = "triplet"
     title = "the triplet loss"
-    summary = "each negative farther from the query than its positive by a margin"
+    summary = "push each negative farther from the query than its positive, by a margin"
     formula = "L = mean over i, p in P(i), j in N(i) of max(0, triplet_margin - S_ip + S_ij)"
     source = 'Hermans et al., 2017, "In Defense of the Triplet Loss for Person Re-Identification"'
     citation = """@article{hermans2017defense,
@@ -513,13 +514,13 @@ class TripletKeys(OurLoss, CellKeys):
     }
 
     triplet_margin: Annotated[float, Field(gt=0, le=2)] = key(
-        0.2, "How much farther than the positive, in cosine distance, a negative is to be; 0.2 as in VSE++."
+        0.2, "Margin in cosine distance by which a negative must be farther than the positive; 0.2 as in VSE++."
     )
     triplet_negatives: Literal["all", "hardest", "listed"] = key(
         "all",
         "Negatives of a query. all: every document of the batch, averaged over the triplets within the margin. "
-        "hardest: the most similar one. listed: the hard negatives of its own row, averaged over all triplets; rows "
-        "without any add nothing.",
+        "hardest: the most similar document. listed: the hard negatives of its own row, averaged over all triplets. "
+        "Rows without any add nothing.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -553,7 +554,7 @@ class CosineMseKeys(OurLoss, TileKeys, PrefixKeys):
     loss = "vembed.losses.listed:CosineMseLoss"
     name = "cosine_mse"
     title = "the squared error of cosines"
-    summary = "the cosine of each graded pair as near as can be to its grade"
+    summary = "squared error of each graded pair's cosine to its grade"
     takes = ("pairs",)
     score_bounds = (-1, 1)
     memory = "pairs"
@@ -573,7 +574,7 @@ class MarginMseKeys(OurLoss, TileKeys, PrefixKeys):
     loss = "vembed.losses.listed:MarginMseLoss"
     name = "margin_mse"
     title = "the squared error of margins"
-    summary = "positives as much ahead of the row's other documents as a teacher's scores say"
+    summary = "match a teacher's score margins between positives and a row's other documents"
     takes = ("lists",)
     memory = "pairs"
     formula = "L = mean over i, p, n of (margin_mse_scale (S_ip - S_in) - (y_ip - y_in))^2"
@@ -591,7 +592,7 @@ class MarginMseKeys(OurLoss, TileKeys, PrefixKeys):
 
     margin_mse_scale: Positive = key(
         1.0,
-        "Factor on similarities, which brings cosines into the range of the scores; 10 or so for a cross-encoder's.",
+        "Factor that brings cosines into the range of the scores; about 10 for a cross-encoder.",
     )
 
     @property
@@ -606,7 +607,7 @@ class KlKeys(OurLoss, TileKeys, PrefixKeys):
     loss = "vembed.losses.listed:KlLoss"
     name = "kl"
     title = "the divergence from a teacher's scores"
-    summary = "the shares of a row's own documents as a teacher's scores say"
+    summary = "match a teacher's softmax over a row's own documents"
     takes = ("lists",)
     memory = "pairs"
     formula = (
@@ -624,11 +625,11 @@ class KlKeys(OurLoss, TileKeys, PrefixKeys):
         "temperature": lambda value: f"for the same temperature set kl_temperature to {value:.4g}"
     }
 
-    kl_temperature: Positive = key(0.05, "Similarities of a row's documents are divided by it.")
+    kl_temperature: Positive = key(0.05, "Divisor of the similarities of a row's documents.")
     kl_teacher_temperature: Positive | None = key(
         None,
-        "The scores of a row's documents are divided by it; null is kl_temperature for the cosines of an encoder as "
-        "teacher, and 1 for a cross-encoder's scores and those of the data.",
+        "Divisor of the scores of a row's documents. null: kl_temperature for the cosines of an encoder as teacher; 1 "
+        "for scores of a cross-encoder or of the data.",
     )
 
 
@@ -638,7 +639,7 @@ class SpreadOutKeys(OurLoss, TileKeys, PrefixKeys):
     loss = "vembed.losses.spread_out:SpreadOutLoss"
     name = "spread_out"
     title = "the spread-out regulariser"
-    summary = "queries as far from each other as random directions, and so documents; only among added_losses"
+    summary = "spread queries, and documents, like random directions; only in added_losses"
     columns = ()
     takes = ()
     memory = "gram"
@@ -654,9 +655,9 @@ class SpreadOutKeys(OurLoss, TileKeys, PrefixKeys):
   year      = {2017}
 }"""
 
-    spread_out_mean: NonNegative = key(1.0, "Weight of the squared mean of the similarities of different rows.")
+    spread_out_mean: NonNegative = key(1.0, "Weight of the squared mean similarity of different rows.")
     spread_out_second_moment: NonNegative = key(
-        1.0, "Weight of what their mean square has over 1 / dim, the mean square of random directions."
+        1.0, "Weight of the mean squared similarity above 1 / dim, the value of random directions."
     )
 
 
@@ -666,7 +667,7 @@ class ColbertKeys(OurLoss, TileKeys, MaskKeys, TemperatureKeys, DirectionKeys):
     loss = "vembed.losses.colbert:ColbertLoss"
     name = "colbert"
     title = "the ColBERT loss"
-    summary = "InfoNCE over MaxSim, for models with several vectors for each row"
+    summary = "InfoNCE over MaxSim, for models with several vectors per row"
     multi_vector = True
     formula = "S_ij = mean over vectors v of q_i of max over vectors w of d_j of <v, w>; " + InfoNCEKeys.formula
     source = 'Khattab & Zaharia, 2020, "ColBERT: Efficient and Effective Passage Search"'
@@ -683,6 +684,6 @@ class ColbertKeys(OurLoss, TileKeys, MaskKeys, TemperatureKeys, DirectionKeys):
 
     maxsim_sum: bool = key(
         False,
-        "Score by ColBERT's sum over the query's vectors (its papers have no temperature, which is temperature: 1). "
-        "false divides it by their number, so that one temperature suits queries of any length.",
+        "Score by ColBERT's sum over the query's vectors; its papers use no temperature, so set temperature: 1 to "
+        "match. false: divide the sum by their number, so one temperature suits queries of any length.",
     )

@@ -21,23 +21,22 @@ WITH_ADAPTERS = {"use_lora": (True, "auto")}
 
 
 class ModelKeys(Section):
-    """The model and how a text or a picture becomes a vector."""
+    """Model, and how it turns a text or a picture into a vector."""
 
     model_name: Name = key(
         ...,
-        "Hub id or local folder of the model, or `builtin:NAME` to train a tiny one from scratch. Left out where "
-        "text_model_name and image_model_name are set.",
+        "Hub id or local folder of the model, or `builtin:NAME` to train a tiny one from scratch. Leave it out if you "
+        "set text_model_name and image_model_name.",
     )
     text_model_name: Name | None = key(
-        None, "Model that reads texts, where another one reads pictures; both are projected to one space."
+        None, "Text encoder of a model with two towers, beside image_model_name. Both are projected to one space."
     )
     image_model_name: Name | None = key(
         None,
-        "Model that reads pictures beside text_model_name: an image encoder, or a CLIP or SigLIP of Hugging Face, "
-        "whose image tower is taken.",
+        "Image encoder beside text_model_name. vembed uses only the image tower of a CLIP or SigLIP of Hugging Face.",
     )
     projection_layers: Annotated[int, Field(ge=1, le=MOST_PROJECTION_LAYERS)] = key(
-        1, "Linear layers of each projection of composed towers; between two stands a GELU."
+        1, "Linear layers in each projection of composed towers, with a GELU between them."
     )
     encoder_mode: Literal[
         "auto",
@@ -57,14 +56,14 @@ class ModelKeys(Section):
         "composed",
     ] = key(
         "auto",
-        "Family that the model must be of; one whose files say another family is refused. auto takes what they say. "
-        "bge (English) and e5 bring their prompts where neither the model's files nor its name do.",
+        "Expected family of the model; vembed refuses a model whose files say another one. auto: read the family from "
+        "the files. bge (English) and e5 add their prompts if neither the model's files nor its name give any.",
     )
     model_revision: Name | None = key(
-        None, "Branch, tag or commit of a hub model; null is the hub's default branch.", load="reads"
+        None, "Branch, tag or commit of a hub model. null: the hub's default branch.", load="reads"
     )
     trust_remote_code: bool = key(
-        False, "Run Python code that the model's repository holds; needs a pinned commit.", load="reads"
+        False, "Run Python code from the model's repository. Needs a commit as model_revision.", load="reads"
     )
     allow_pickle: bool = key(
         False,
@@ -73,7 +72,7 @@ class ModelKeys(Section):
     )
     torch_dtype: Literal["float32", "float64", "bfloat16"] = key(
         "float32",
-        "Dtype of the weights and of the optimizer state. Adapters are float32 at least; without them bfloat16 weights "
+        "Dtype of the weights and the optimizer state. Adapters use at least float32; without them, bfloat16 weights "
         "lose small updates to rounding. Some models compute their norms in float32 even in float64 (Qwen3, Gemma3).",
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = key(
@@ -81,99 +80,98 @@ class ModelKeys(Section):
     )
     pooling_method: Literal["auto", "mean", "cls", "last_token", "head", "none"] = key(
         "auto",
-        "How token vectors become one vector; head is the pooling layer of a picture encoder; none keeps a vector of "
-        "each token (late interaction); auto is what the model's own files say.",
+        "Pooling of the token vectors into one vector. head: the pooling layer of an image encoder. none: keep one "
+        "vector per token (late interaction). auto: as in the model's files.",
         load="vectors",
     )
     projection_dim: Auto | Count = key(
         "auto",
-        "Dimension of the shared space (composed towers), or of each vector (late interaction). auto is that of the "
-        "model's own files; where they have none, late interaction takes 128, and composed towers that of the image "
-        "tower.",
+        "Dimension of the shared space (composed towers) or of each vector (late interaction). auto: as in the "
+        "model's files. If they give none, late interaction uses 128, and composed towers use the image tower's "
+        "dimension.",
         load="vectors",
     )
     topk_tokens: Auto | Count = key(
         "auto",
-        "Most vectors that an item keeps in late interaction: those that are longest before they get unit length. auto "
-        "is what the model's own files say, else all.",
+        "Largest number of vectors per item in late interaction; the longest before normalisation are kept. auto: as "
+        "in the model's files, else all.",
         load="vectors",
     )
     pool_factor: Auto | Annotated[float, Field(ge=1)] = key(
         "auto",
-        "Late interaction merges the vectors of a document that are near each other, until one stands for so many. "
-        "auto is what the model's own files say, else 1, which merges none.",
+        "Merge similar vectors of a document in late interaction, on average this many into one. auto: as in the "
+        "model's files, else 1. 1: merge none.",
         load="vectors",
     )
     query_length: Auto | Annotated[int, Field(ge=4, le=LARGEST_COUNT)] = key(
         "auto",
-        "Tokens of a query in late interaction on texts: longer ones are truncated and counted, shorter ones filled up "
-        "(query_expansion). auto is what the model's own files say, else 32.",
+        "Number of tokens per query in late interaction on texts. Longer queries are truncated and counted; "
+        "query_expansion fills up shorter ones. auto: as in the model's files, else 32.",
         unit="tokens",
         load="vectors",
     )
     query_expansion: Auto | bool = key(
         "auto",
-        "Fill queries up to query_length with mask tokens that give vectors too, as ColBERT does. auto is what the "
-        "model's own files say, else true.",
+        "Fill up queries to query_length with mask tokens, which get vectors too, as in ColBERT. auto: as in the "
+        "model's files, else true.",
         load="vectors",
     )
     bidirectional: bool = key(
         False,
-        "Let each token of a decoder see those behind it too. Its tokens are then averaged where neither its files nor "
-        "`pooling_method` name another pooling. false leaves attention as the model's files have it.",
+        "Let each token of a decoder attend to later tokens too. The default pooling becomes the mean; the model's "
+        "files and `pooling_method` override it. false: keep attention as in the model's files.",
         load="vectors",
     )
     max_seq_length: Auto | Annotated[int, Field(ge=4, le=LARGEST_COUNT)] = key(
         "auto",
-        "Longer texts are truncated and counted; auto is the model's own limit.",
+        "Length limit; longer texts are truncated and counted. auto: the model's limit.",
         unit="tokens",
         load="vectors",
     )
     query_prompt: Text | None = key(
         None,
-        "Text put before each query; '' is none. null is what the model's files say, else what its publisher asks for "
-        "where the name says enough (E5, English BGE, Nomic, Qwen3-Embedding, EmbeddingGemma); the plan says which.",
+        "Text put before each query. '': none. null: as in the model's files, else the publisher's prompt if the "
+        "model's name is known (E5, English BGE, Nomic, Qwen3-Embedding, EmbeddingGemma). The plan shows which one.",
         load="vectors",
     )
     document_prompt: Text | None = key(
-        None, "Text put before each document; null and '' are as for queries.", load="vectors"
+        None, "Text put before each document. '' and null: as for query_prompt.", load="vectors"
     )
-    pad_token: Name | None = key(None, "Padding token; null is the tokenizer's own.", load="vectors")
+    pad_token: Name | None = key(None, "Padding token. null: the tokenizer's.", load="vectors")
     image_background: Literal["auto", "white", "black", "none"] = key(
         "auto",
-        "What stands behind transparent parts of pictures. none gives pictures to the model's own library as they are, "
-        "which drops transparency and converts CMYK its own way. auto is what the model's folder says it was trained "
-        "with, else white.",
+        "Background behind transparent parts of pictures. none: pass pictures on unchanged; the model's own library "
+        "drops transparency and converts CMYK its own way. auto: the background of the model's training if its folder "
+        "names it, else white.",
         load="vectors",
     )
     image_tokens: Auto | Count = key(
         "auto",
-        "Most tokens of a picture of a vision-language model; larger pictures are shrunk in their shape, very flat "
-        "ones out of it. auto is what the model's publisher uses.",
+        "Largest number of tokens per picture in a vision-language model. Larger pictures are shrunk and keep their "
+        "aspect ratio, except very flat ones. auto: the publisher's limit.",
         unit="tokens",
         load="vectors",
     )
     max_image_size: Count | None = key(
         None,
-        "A picture of a vision-language model that is larger than a square of this side is shrunk in its shape; null "
-        "leaves the limit to `image_tokens`.",
+        "Shrink pictures of a vision-language model that are larger than a square of this side; they keep their "
+        "aspect ratio. null: only `image_tokens` limits them.",
         unit="pixels",
         load="vectors",
     )
     freeze_batch_norm: bool = key(
         False,
-        "Keep the mean and variance of each batch normalisation as the model's files have them; its scale and shift "
-        "train like other weights. Such models need it for gradient caching.",
+        "Keep the mean and variance of batch normalisation as in the model's files; scale and shift still train. "
+        "Models with batch normalisation need this for gradient caching.",
     )
     gradient_checkpointing: Auto | bool = key(
         "auto",
-        "Recompute activations in the backward pass: less memory, more time; auto does where a step wouldn't fit "
-        "without.",
+        "Recompute activations in the backward pass: less memory, more time. auto: on if a step doesn't fit otherwise.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "`text_model_name` and `image_model_name` stand together; `model_name` may stand for one of them.",
+            "`text_model_name` and `image_model_name` must be set together; `model_name` may replace one of them.",
             ("text_model_name", "image_model_name", "model_name"),
             lambda config: _wrong_towers(config.text_model_name, config.image_model_name, config.model_name),
         ),
@@ -181,16 +179,17 @@ class ModelKeys(Section):
             "`model_revision` must be null with `text_model_name`.",
             ("text_model_name", "model_revision"),
             lambda config: config.text_model_name is not None and config.model_revision is not None,
-            "model_revision is of one model, and two are named; leave it out, or name local folders of those commits",
+            "model_revision belongs to one model, but two are named; leave it out, or name local folders of those "
+            "commits",
         ),
         Rule(
             "`encoder_mode` must be auto or composed with `text_model_name`.",
             ("encoder_mode", "text_model_name"),
             lambda config: config.text_model_name is not None and config.encoder_mode not in ("auto", "composed"),
-            "encoder_mode {encoder_mode} is of one model, and two are named; leave encoder_mode out",
+            "encoder_mode {encoder_mode} belongs to one model, but two are named; leave encoder_mode out",
         ),
         Rule(
-            "`model_name: builtin:NAME` names a built-in model, or that of a plugin; so do the names of two towers.",
+            "`builtin:NAME` must name a built-in model, or one of a plugin, in `model_name` and for towers.",
             ("model_name", "text_model_name", "image_model_name"),
             lambda config: _unknown_builtin(model_names(config)),
         ),
@@ -222,26 +221,27 @@ class ModelKeys(Section):
 
 
 class AdapterKeys(Section):
-    """Which weights train: all, a part of them, or small adapters beside frozen ones."""
+    """Weights that train: all, a part of them, or small adapters beside frozen ones."""
 
     trainable: str = key(
         "all",
-        "Part of the model that trains; the rest is frozen: no gradient, no optimizer state, no dropout. projection is "
-        "what maps a tower to the embedding, in vision-language models to the language model; last_4_layers the last 4 "
-        "layers of each tower and what is behind them. text+projection freezes the image tower alone, all-projection "
-        "the projections alone.",
+        "Part of the model that trains. The rest is frozen: no gradient, no optimizer state, no dropout. projection: "
+        "the layers that map a tower to the embedding, in vision-language models to the language model. "
+        "last_4_layers: the last 4 layers of each tower and everything after them. text+projection: all but the image "
+        "tower. all-projection: all but the projections.",
         choices=TRAINABLE,
         form=f"{', '.join((*PARTS, *WITHOUT_PROJECTION))}, last_N_layers (N: 1 to {MOST_LAYERS})",
     )
     use_lora: Auto | bool = key(
         "auto",
-        "Freeze the model and train low-rank adapters (LoRA); auto is off but for sharded models of 8B and over.",
+        "Freeze the model and train low-rank adapters (LoRA). auto: on only for sharded models of 8B parameters or "
+        "more.",
     )
     lora_r: Count = key(16, "Rank of the adapters.", acts_with=WITH_ADAPTERS)
     lora_alpha: Positive | None = key(
         None,
-        "An adapter's output is multiplied by lora_alpha / lora_r; null is twice lora_r, so that a change of the rank "
-        "alone leaves the factor, and the learning rate that suits it, as they are.",
+        "Scale of the adapters: their output is multiplied by lora_alpha / lora_r. null: twice lora_r, so a new rank "
+        "alone keeps this factor and the learning rate that suits it.",
         acts_with=WITH_ADAPTERS,
     )
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = key(
@@ -249,18 +249,19 @@ class AdapterKeys(Section):
     )
     lora_target_modules: Auto | Annotated[list[Name], Field(min_length=1)] = key(
         "auto",
-        "Names of the linear layers that get adapters, such as q_proj; auto is those of every transformer layer.",
+        "Names of the linear layers that get adapters, such as q_proj. auto: the linear layers of every transformer "
+        "layer.",
         acts_with=WITH_ADAPTERS,
     )
     lora_towers: str = key(
         "all",
-        "Towers that get adapters, in their transformer layers; with projection the linear layers of it too, or alone. "
-        "The rest is frozen.",
+        "Towers whose transformer layers get adapters; the rest is frozen. projection: the projection's linear "
+        "layers, alone or with a tower.",
         choices=PARTS,
         acts_with=WITH_ADAPTERS,
     )
     load_in_4bit: bool = key(
-        False, "Hold the frozen weights in 4 bits (QLoRA); needs use_lora, a CUDA device and bitsandbytes."
+        False, "Hold the frozen weights in 4 bits (QLoRA). Needs use_lora, a CUDA device and bitsandbytes."
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -270,7 +271,7 @@ class AdapterKeys(Section):
             lambda config: (
                 config.use_lora is True
                 and config.trainable != "all"
-                and f"trainable {config.trainable} trains weights of the model, and use_lora true freezes them all and "
+                and f"trainable {config.trainable} trains the model's weights, but use_lora true freezes them all and "
                 "trains adapters; set "
                 + (f"lora_towers to {config.trainable}" if config.trainable in PARTS else "trainable to all")
                 + ", or use_lora to false"
@@ -280,17 +281,17 @@ class AdapterKeys(Section):
             "`load_in_4bit: true` needs `use_lora: true`.",
             ("load_in_4bit", "use_lora"),
             lambda config: config.load_in_4bit and config.use_lora is not True,
-            "load_in_4bit freezes the model, as weights of 4 bits can't be trained; set use_lora to true",
+            "load_in_4bit freezes the model, because 4-bit weights can't be trained; set use_lora to true",
         ),
         Rule(
-            "`load_in_4bit: true` must not stand with `torch_dtype: float64`.",
+            "`load_in_4bit: true` can't be combined with `torch_dtype: float64`.",
             ("load_in_4bit", "torch_dtype"),
             lambda config: config.load_in_4bit and config.torch_dtype == "float64",
             "load_in_4bit would undo torch_dtype float64; set torch_dtype to bfloat16 or float32, or load_in_4bit to "
             "false",
         ),
         Rule(
-            "`load_in_4bit: true` must not stand with `use_fsdp: true`.",
+            "`load_in_4bit: true` can't be combined with `use_fsdp: true`.",
             ("load_in_4bit", "use_fsdp"),
             lambda config: config.load_in_4bit and config.use_fsdp is True,
             "load_in_4bit keeps a whole copy of the model on each device; set use_fsdp to false, or load_in_4bit to "

@@ -222,7 +222,8 @@ def parse_devices(text: str) -> Devices:
     figures = None if match[3] is None else find_known(match[3])
     if match[4] is None and figures is None:
         listed = ", ".join(KNOWN_DEVICES)
-        raise ConfigError(f"--devices {text!r} doesn't say the memory, and its name is none of {listed}; {_EXAMPLES}")
+        message = f"--devices {text!r} gives no memory size and no known device ({listed}); add the memory, {_EXAMPLES}"
+        raise ConfigError(message)
     known = figures or UNKNOWN_DEVICE
     label = known.label_gib if match[4] is None else float(match[4])
     if label <= 0:

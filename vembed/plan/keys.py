@@ -17,60 +17,61 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 
 class BatchKeys(Section):
-    """Rows that one step sees, and how many of them at a time."""
+    """Batch of a step, and the chunks in which it is encoded."""
 
     batch_size: Auto | Count = key(
         64,
-        "Batch of one device; auto is the largest power of two that memory, the loss and the number of steps allow.",
+        "Batch size per device. auto: the largest power of two that memory, the loss and the number of steps allow.",
         unit="queries",
     )
     global_batch_size: Count | None = key(
-        None, "Batch of all devices together; wins over batch_size and is divided over the devices.", unit="queries"
+        None, "Batch size of all devices together, divided over them; overrides batch_size.", unit="queries"
     )
     gradient_accumulation_steps: Auto | Count = key(
         "auto",
-        "Batches of an optimizer step, each with its own negatives: the gradient is the mean over all their rows. The "
-        "last step of an epoch takes the batches that are left. auto is 1, as gradient caching takes the whole batch "
-        "at once, with all its negatives, in the same memory.",
+        "Batches per optimizer step, each with its own negatives; the gradient is the mean over all their rows. The "
+        "last step of an epoch uses the batches that are left. auto: 1, because gradient caching takes the whole "
+        "batch at once, with all its negatives, in the same memory.",
         unit="batches",
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = key(
-        "none", "Multiply learning_rate by batch / lr_reference_batch, or by the root of that; none takes it as it is."
+        "none",
+        "Multiply learning_rate by batch / lr_reference_batch (linear) or its square root (sqrt). none: keep it.",
     )
     lr_reference_batch: Count = key(
         256,
-        "With lr_scaling: the effective batch that learning_rate is meant for.",
+        "Effective batch size that learning_rate is meant for; lr_scaling uses it.",
         unit="queries",
         acts_with={"lr_scaling": ("linear", "sqrt")},
     )
     use_gradient_cache: Auto | bool = key(
-        "auto", "Encode the batch in chunks with its own gradients; false: in one call."
+        "auto", "Encode the batch in chunks; gradients stay exact. false: encode it in one call."
     )
     gradient_cache_chunk_size: Auto | Count = key(
-        "auto", "Most texts or pictures of one encoder call.", unit="items", acts_with=IN_CHUNKS
+        "auto", "Largest number of texts or pictures per encoder call.", unit="items", acts_with=IN_CHUNKS
     )
     gradient_cache_chunk_tokens: Auto | Count = key(
         "auto",
-        "Most padded tokens (items x width) of one encoder call; the smaller chunk wins.",
+        "Largest number of padded tokens (items x width) per encoder call; the smaller chunk wins.",
         unit="tokens",
         acts_with=IN_CHUNKS,
     )
     retain: Auto | Share = key(
         "auto",
-        "Share of the batch that keeps its graphs from the first pass and isn't encoded again: memory for speed, the "
-        "same gradients; auto takes a part of the memory to spare.",
+        "Share of the batch that keeps its graphs from the first pass, which saves encoding it again: memory for "
+        "speed, the same gradients. auto: use part of the spare memory.",
         acts_with=IN_CHUNKS,
     )
     packing: Auto | bool = key(
         "auto",
-        "Lay the rows of an encoder call end to end instead of padding them; attention stays in each row. auto does "
-        "where the device has a fast operator for it and the model's type is proven to compute the same. On a CPU true "
-        "is a slow reference: attention weighs all pairs of a call's tokens, in more memory than the plan predicts.",
+        "Lay the rows of an encoder call end to end instead of padding them; attention stays in each row. auto: on if "
+        "the device has a fast operator for it and the model's type is proven to compute the same. true on a CPU: a "
+        "slow reference. Attention weighs all pairs of a call's tokens and needs more memory than the plan predicts.",
     )
     oom_retry: bool = key(
         True,
-        "Do a step that runs out of memory again without kept graphs, then in chunks of half the size, instead of "
-        "ending the run.",
+        "Repeat a step that runs out of memory instead of ending the run: first without kept graphs, then in chunks "
+        "of half the size.",
         affects="run",
     )
 
@@ -81,69 +82,70 @@ class BatchKeys(Section):
             lambda config: _batch_without_negatives(config),
         ),
         Rule(
-            "`batch_size: auto` must not stand beside a `global_batch_size`.",
+            "`batch_size: auto` can't be combined with `global_batch_size`.",
             ("batch_size", "global_batch_size"),
             lambda config: config.batch_size == "auto" and config.global_batch_size is not None,
-            "batch_size auto asks the plan for a batch that global_batch_size already gives; remove one of them",
+            "batch_size auto lets the plan choose the batch, but global_batch_size already sets it; remove one of them",
         ),
     )
 
 
 class DistributedKeys(Section):
-    """Several devices: their number, what is sharded over them, and how they talk."""
+    """Several devices: their number, sharding and communication."""
 
     # The strategy, its mode and the number of processes stand in every checkpoint's stamp and are judged there.
     num_processes: Auto | Count = key(
         "auto",
-        "Training processes on this machine; auto is one for each accelerator, and one on a machine without.",
+        "Training processes on this machine. auto: one per accelerator, or one if there is none.",
         unit="processes",
         affects="run",
     )
     use_fsdp: Auto | bool = key(
         "auto",
-        "Shard the weights, gradients and optimizer state over the devices; auto does where a whole copy doesn't fit.",
+        "Shard the weights, gradients and optimizer state over the devices. auto: on if a whole copy doesn't fit.",
         affects="run",
     )
     sharding_factor: Auto | Count = key(
         "auto",
-        "Devices that share one copy of the model: 1 replicates it, the number of all devices shards it fully, a "
-        "divisor between shards it in groups that replicate each other.",
+        "Devices that share one copy of the model. 1: replicate it. The number of all devices: shard it fully. A "
+        "divisor between: shard it in groups that replicate each other.",
         unit="devices",
         affects="run",
     )
     fsdp_mode: Auto | Literal["fast", "lean", "sharded"] = key(
         "auto",
-        "What stays whole on each device during a step. fast: weights and gradients, only the optimizer is sharded; "
-        "lean: gradients; sharded: nothing.",
+        "Parts kept whole on each device during a step. fast: weights and gradients; only the optimizer is sharded. "
+        "lean: gradients. sharded: none.",
         affects="run",
         acts_with=WITH_SHARDING,
     )
     cpu_offload: Auto | bool = key(
         "auto",
-        "With sharding: keep the shards of weights and optimizer state in the host's memory and update them there; "
-        "auto does where nothing else fits.",
+        "Keep the shards of weights and optimizer state in host memory and update them there; needs sharding. auto: "
+        "on if nothing else fits.",
         affects="run",
         acts_with=WITH_SHARDING,
     )
     nccl_timeout: Count = key(
         600,
-        "A collective that waits longer than this ends the run and names who is missing; also with other backends.",
+        "Longest wait in a collective, with any backend. After it the run ends and names the missing processes.",
         unit="seconds",
         affects="run",
     )
-    ddp_bucket_cap_mb: Count = key(128, "Gradients that one collective of a replicated run adds up.", unit="MiB")
+    ddp_bucket_cap_mb: Count = key(
+        128, "Size of the gradients that one collective of a replicated run sums.", unit="MiB"
+    )
     ddp_broadcast_buffers: bool = key(
-        True, "Start every process of a replicated run with the buffers of the first, as with its weights."
+        True, "Start all processes of a replicated run with the first one's buffers, as with its weights."
     )
     ddp_find_unused_parameters: bool = key(
         False,
-        "Known from other trainers and never needed: what a process didn't use counts as zero. true adds a line to the "
-        "plan.",
+        "Known from other trainers and never needed: unused parameters count as zero. true adds a line to the plan.",
         affects="run",
     )
     dataloader_pin_memory: bool = key(
         True,
-        "Hold what data workers make in page-locked memory, from which an accelerator copies faster; nothing on a CPU.",
+        "Hold the data workers' batches in page-locked memory, which an accelerator copies faster. No effect on a CPU.",
         affects="run",
     )
 
@@ -160,36 +162,36 @@ class OptimisationKeys(Section):
     """AdamW, its schedule, precision, randomness and compilation."""
 
     epochs: Count = key(1, "Passes over the training data.", unit="epochs")
-    max_steps: Count | None = key(None, "Optimizer steps of the whole run; wins over epochs.", unit="steps")
-    learning_rate: Positive = key(2e-5, "Peak, after the warmup.")
+    max_steps: Count | None = key(None, "Optimizer steps of the whole run; overrides epochs.", unit="steps")
+    learning_rate: Positive = key(2e-5, "Peak learning rate, after the warmup.")
     weight_decay: NonNegative = key(0.01, "Decoupled weight decay of AdamW.")
     adam_beta1: Decay = key(0.9, "Decay of AdamW's first moment.")
     adam_beta2: Decay = key(0.999, "Decay of AdamW's second moment.")
-    adam_epsilon: Positive = key(1e-8, "Added to AdamW's denominator.")
-    max_grad_norm: Positive | None = key(1.0, "Gradients are clipped to this global norm; null and 0 clip nothing.")
+    adam_epsilon: Positive = key(1e-8, "Term added to AdamW's denominator.")
+    max_grad_norm: Positive | None = key(1.0, "Clip gradients to this global norm. null and 0: no clipping.")
     scheduler_type: Literal["cosine", "linear", "constant"] = key(
-        "cosine", "Course of the learning rate after the warmup."
+        "cosine", "Shape of the learning rate after the warmup."
     )
-    warmup_ratio: Share = key(0.1, "Part of all steps in which the learning rate rises to its peak.")
+    warmup_ratio: Share = key(0.1, "Share of all steps in which the learning rate rises to its peak.")
     warmup_steps: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] | None = key(
-        None, "The same in steps; wins over warmup_ratio.", unit="steps"
+        None, "Warmup in steps; overrides warmup_ratio.", unit="steps"
     )
-    bf16: Auto | bool = key("auto", "Mixed precision in bfloat16; auto is on where the device is fast at it.")
+    bf16: Auto | bool = key("auto", "Mixed precision in bfloat16. auto: on if the device is fast at it.")
     fp16: bool = key(False, "Mixed precision in float16 with loss scaling.")
     compile: Auto | bool = key(
         "auto",
-        "Compile the repeated layers by TorchInductor, each kind of layer once for all layers and sizes of calls: less "
-        "time, the same function up to rounding. auto does on CUDA devices that it's proven on, none so far, where the "
-        "run is long enough to pay that back, and computes as without where a layer can't be compiled; true ends the "
-        "run there.",
+        "Compile the repeated layers with TorchInductor, each kind of layer once for all layers and call sizes: less "
+        "time, the same function up to rounding. auto: on for CUDA devices that it's proven on (none so far), if the "
+        "run is long enough to pay it back; a layer that can't be compiled runs as before. true: such a layer ends "
+        "the run.",
     )
-    seed: Seed = key(42, "Seed of the weights, of dropout and of the sample order.")
+    seed: Seed = key(42, "Seed of the weights, dropout and sample order.")
     seeds: Annotated[list[Seed], Field(min_length=2)] | None = key(
         None,
-        "Train once with each of these in place of seed, in output_dir/seed-N, and judge with an interval over seeds "
-        "and queries.",
+        "Seeds to train with, once each in output_dir/seed-N, in place of seed. The verdict gets an interval over "
+        "seeds and queries.",
     )
-    deterministic: bool = key(False, "Use deterministic kernels only: bit-equal runs on a GPU, slower.")
+    deterministic: bool = key(False, "Use only deterministic kernels: bit-equal runs on a GPU, but slower.")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -234,16 +236,16 @@ class OptimisationKeys(Section):
             "fp16 would undo torch_dtype float64; set fp16 to false or torch_dtype to float32",
         ),
         Rule(
-            "`bf16: false` must not stand with `torch_dtype: bfloat16`.",
+            "`bf16: false` can't be combined with `torch_dtype: bfloat16`.",
             ("bf16", "torch_dtype"),
             lambda config: config.bf16 is False and config.torch_dtype == "bfloat16",
             "weights of torch_dtype bfloat16 compute in bfloat16; set bf16 to auto or torch_dtype to float32",
         ),
         Rule(
-            "`fp16: true` must not stand with `torch_dtype: bfloat16`.",
+            "`fp16: true` can't be combined with `torch_dtype: bfloat16`.",
             ("fp16", "torch_dtype"),
             lambda config: config.fp16 and config.torch_dtype == "bfloat16",
-            "fp16 has no use for weights of torch_dtype bfloat16; set fp16 to false or torch_dtype to float32",
+            "fp16 needs float32 weights, and torch_dtype is bfloat16; set fp16 to false or torch_dtype to float32",
         ),
     )
 

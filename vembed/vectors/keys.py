@@ -20,32 +20,32 @@ SOURCES = ("mine", "mine_corpus", "mine_teacher")
 
 
 class TeacherKeys(Section):
-    """A model that a loss learns from; it is asked once, before the first step."""
+    """Teacher model that a loss learns from; it runs once, before the first step."""
 
     teacher_model_name: Name | None = key(
         None,
-        "Model that a loss learns from, or that tells it false negatives: hub id or local folder of any encoder; for "
-        "scores of a row's own documents also a cross-encoder of sentence-transformers (vembed[st]).",
+        "Model that a loss learns from, or that detects false negatives: hub id or local folder of any encoder. A "
+        "cross-encoder of sentence-transformers (vembed[st]) works too, for scores of a row's own documents.",
     )
     teacher_revision: Name | None = key(
         None,
-        "Branch, tag or commit of a teacher of the hub; null is the hub's default branch.",
+        "Branch, tag or commit of a teacher on the hub. null: the hub's default branch.",
         acts_with={"teacher_model_name": ANY},
     )
     teacher_cache: Name = key(
         "auto",
-        "Folder of what the teacher makes of the training data, which runs may share; auto is OUTPUT_DIR/teacher.",
+        "Folder for the teacher's results on the training data; runs may share it. auto: OUTPUT_DIR/teacher.",
         acts_with={"teacher_model_name": ANY},
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "`teacher_model_name` must be set where the loss reads a teacher, and only there.",
+            "`teacher_model_name` must be set if the loss reads a teacher, and only then.",
             ("teacher_model_name", "loss_type", "added_losses", "data", "label_kind", "false_negative_filter"),
             lambda config: _teacher_without_reader(config),
         ),
         Rule(
-            "`teacher_model_name` must not be a `builtin:` model, which knows nothing yet.",
+            "`teacher_model_name` must not be a `builtin:` model, which is untrained.",
             ("teacher_model_name",),
             lambda config: (config.teacher_model_name or "").startswith("builtin:"),
             "{teacher_model_name} is untrained and has nothing to teach; name the folder of a trained model",
@@ -54,75 +54,70 @@ class TeacherKeys(Section):
 
 
 class MiningKeys(Section):
-    """Which of the documents that a model finds become hard negatives."""
+    """Choice of hard negatives among the documents that a model retrieves."""
 
     mine: Literal["never", "once"] | Count = key(
         "never",
-        "Mine hard negatives with the model as it is, among the documents of the training data: once, before the first "
-        "epoch, or every so many epochs.",
+        "Mine hard negatives with the current model, among the documents of the training data. once: before the first "
+        "epoch. A number: every so many epochs.",
         unit="epochs",
     )
     mine_corpus: Name | None = key(
         None,
-        "More documents to mine negatives from: a file, folder or set, in the forms of vembed encode --data; null uses "
+        "More documents to mine negatives from: a file, folder or set, in the forms of vembed encode --data. null: "
         "only the documents of the training data.",
         acts_with=_MINES,
     )
     mine_teacher: Name | None = key(
         None,
-        "Better model, whose scores the margins and bounds use: hub id or folder of any encoder or cross-encoder of "
-        "sentence-transformers (vembed[st]); null uses the scores of the mining model.",
+        "Better model whose scores the margins and bounds use: hub id or folder of any encoder, or of a "
+        "sentence-transformers cross-encoder (vembed[st]). null: the mining model's scores.",
         acts_with=_MINES,
     )
     mine_negatives: Count = key(
-        4, "Largest number of hard negatives mined for each row.", unit="documents", acts_with=_MINES
+        4, "Largest number of hard negatives to mine for each row.", unit="documents", acts_with=_MINES
     )
     mine_range_min: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = key(
         0,
-        "Number of nearest documents to skip: with 10, the 11th is the first candidate.",
+        "Number of nearest documents to skip; with 10, the 11th is the first candidate.",
         unit="documents",
         acts_with=_MINES,
     )
     mine_range_max: Count = key(
         100,
-        "Rank of the last document that is considered; known positives aren't counted.",
+        "Rank of the last candidate; known positives aren't counted.",
         unit="documents",
         acts_with=_MINES,
     )
     mine_relative_margin: Share | None = key(
         0.05,
-        "A candidate must score at most (1 - this) times the score of the query's best positive (0.05: 95%); null "
-        "turns this off.",
+        "A candidate's score must be at most (1 - this) times the best positive's (0.05: 95%). null: no such limit.",
         acts_with=_MINES,
     )
     mine_absolute_margin: NonNegative | None = key(
         None,
-        "A candidate must score at least this much below the query's best positive; null turns this off.",
+        "A candidate's score must be at least this much below the best positive's. null: no such limit.",
         acts_with=_MINES,
     )
-    mine_min_score: float | None = key(
-        None, "Candidates that score less are left out; null turns this off.", acts_with=_MINES
-    )
-    mine_max_score: float | None = key(
-        None, "Candidates that score more are left out; null turns this off.", acts_with=_MINES
-    )
+    mine_min_score: float | None = key(None, "Lowest score of a candidate. null: no limit.", acts_with=_MINES)
+    mine_max_score: float | None = key(None, "Highest score of a candidate. null: no limit.", acts_with=_MINES)
     mine_sampling: Literal["top", "random"] = key(
         "top",
-        "Which candidates are taken: the nearest ones, or some at random (the same for the same seed).",
+        "Choice among the candidates. top: the nearest. random: some at random, the same for the same seed.",
         acts_with=_MINES,
     )
     mine_index: Name = key(
         "Flat",
-        "FAISS index that is searched: Flat is exact; IVF4096,Flat:nprobe=32 suits millions of documents.",
+        "FAISS index to search. Flat: exact. IVF4096,Flat:nprobe=32: suits millions of documents.",
         acts_with=_MINES,
     )
     mine_replace: bool = key(
-        False, "Replace the negatives of the rows; otherwise the mined ones are added after them.", acts_with=_MINES
+        False, "Replace the negatives of the rows; otherwise the mined ones follow them.", acts_with=_MINES
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "`mine_teacher` must not be a `builtin:` model, which knows nothing yet.",
+            "`mine_teacher` must not be a `builtin:` model, which is untrained.",
             ("mine_teacher",),
             lambda config: (config.mine_teacher or "").startswith("builtin:"),
             "{mine_teacher} is untrained and has nothing to teach; name the folder of a trained model",
@@ -161,7 +156,7 @@ def _teacher_without_reader(config: "Config") -> str:
         return ""
     if is_read:
         reader = "false_negative_filter teacher" if filters_by_teacher(config) else f"loss_type {config.loss_type}"
-        return f"{reader} reads a teacher's vectors, and there is none; set teacher_model_name"
+        return f"{reader} reads a teacher's vectors, but there is none; set teacher_model_name"
     if takes_pairs(*names):
         return f"label_kind {config.label_kind} gives the scores already; leave it out, or teacher_model_name"
     return (

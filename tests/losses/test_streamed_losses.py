@@ -65,17 +65,6 @@ def test_ranks_with_and_without_bounded_logits_merge() -> None:
     assert_equal(over_ranks(loss, case, q_QE, d_DE, (3, 3)), defined(loss, case, q_QE, d_DE))
 
 
-def test_columns_that_no_rank_merged_give_another_loss() -> None:
-    case = plain(6, 8)
-    loss = make("both directions", tile_size=3)
-    q_QE, d_DE = case.embeddings()
-    shares = []
-    for first in (0, 3):
-        batch = StreamedBatch(q_QE[first : first + 3].detach(), d_DE.detach(), case.structure, first)
-        shares.append(loss.gradients(batch, loss.statistics(batch)).loss)
-    assert abs(sum(shares) - defined(loss, case, q_QE, d_DE).loss) > 1e-3
-
-
 @pytest.mark.parametrize("prefixes", [None, Prefixes.of([2, 5])])
 @pytest.mark.parametrize("kind", LOSSES)
 def test_zero_vectors_have_the_gradient_of_the_definition(kind: str, prefixes: Prefixes | None) -> None:
@@ -158,16 +147,6 @@ def test_a_matrix_too_wide_for_a_strip_is_swept_twice(monkeypatch: pytest.Monkey
 
 def test_the_plan_knows_how_much_a_strip_keeps() -> None:
     assert streaming.STRIP_TILES == LOSS_STRIP_TILES
-
-
-def test_two_directions_without_statistics_are_refused_and_one_needs_none() -> None:
-    case = plain(3, 3)
-    batch = StreamedBatch(*(each.detach() for each in case.embeddings()), case.structure)
-    with pytest.raises(ValueError, match="statistics of all ranks"):
-        make("both directions").gradients(batch)
-    assert make("one direction").gradients(batch).loss > 0
-    with pytest.raises(NotImplementedError, match="needs no statistics"):
-        make("sigmoid").statistics(batch)
 
 
 def test_nothing_of_the_size_of_the_matrix_is_allocated() -> None:

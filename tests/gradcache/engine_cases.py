@@ -97,3 +97,27 @@ def make_case(*, dropout: float, negatives: list[int] | int, towers: int = 1, nu
             Pool(last, last.collate, documents, document_slots),
         ]
     return Case(encoders, pools, BatchStructure.of(batch))
+
+
+class Limited(torch.nn.Module):
+    """An encoder whose memory ends at a number of rows, in the forward pass or in the backward pass."""
+
+    def __init__(self, encoder: torch.nn.Module, most_rows: int, where: str) -> None:
+        super().__init__()
+        self.encoder, self.most_rows, self.where = encoder, most_rows, where
+        self.calls = 0
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
+        z: torch.Tensor = self.encoder(inputs)
+        if len(z) <= self.most_rows:
+            return z
+        if self.where == "forward":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        z = z * 1.0  # a sharded encoder has hooks of its own on what it returns
+        if z.requires_grad:
+            z.register_hook(self._fail)
+        return z
+
+    def _fail(self, gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

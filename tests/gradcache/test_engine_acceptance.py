@@ -22,8 +22,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from vembed.gradcache.chunks import ChunkBudget, plan_chunks
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
-from vembed.plan.keys import OptimisationKeys
-from vembed.training.optimizer import Optimizer, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -102,67 +100,6 @@ def test_dropout_on_two_ranks_is_that_of_one_graph_and_the_same_bits_again(
             assert_same_gradients(found, expected, 1e-9)
     without, _ = expected_of(Setting(loss=losses[0]))
     assert abs(answers[0][0][0] - without) > 1e-6, "dropout does act"
-
-
-@pytest.mark.parametrize(
-    "loss", [pytest.param(loss, marks=() if loss in QUICK else pytest.mark.slow) for loss in LOSSES]
-)
-def test_a_step_that_is_begun_again_has_the_same_bits(loss: str) -> None:
-    found = []
-    for seed in (5, 5, 6):
-        case, own = make_case(dropout=0.1, negatives=NEGATIVES), make(loss, 3)
-        structure = structure_for(loss, case.structure)
-        torch.manual_seed(seed)
-        GradCacheEngine(own, EngineOptions(ChunkBudget(3, 10**6), CPU, retain=0.4)).step(case.pools, structure)
-        found.append(gradients(case.encoder, own))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert not all(torch.equal(found[0][name], found[2][name]) for name in found[0]), "other masks, other bits"
-
-
-@pytest.mark.parametrize("towers", [1, 2])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_every_trainable_weight_gets_a_gradient(loss: str, towers: int) -> None:
-    case, own = make_case(dropout=0.1, negatives=NEGATIVES, towers=towers), make(loss, 3)
-    structure = structure_for(loss, case.structure)
-    GradCacheEngine(own, EngineOptions(ChunkBudget(4, 10**6), CPU)).step(case.pools, structure)
-    largest = max(parameter.grad.norm() for parameter in case.encoder.parameters())
-    for name, parameter in (*case.encoder.named_parameters(), *own.named_parameters()):
-        assert parameter.grad is not None, name
-        if not name.endswith("key.bias"):  # a softmax doesn't feel what is added to all of its logits
-            assert parameter.grad.norm() > 1e-9 * largest, name
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_beside_a_frozen_tower_the_other_has_the_gradients_of_the_plain_step(loss: str) -> None:
-    case, own = make_case(dropout=0.0, negatives=NEGATIVES, towers=2), make(loss, 3)
-    structure = structure_for(loss, case.structure)
-    case.encoder[0].requires_grad_(requires_grad=False)
-    value = reference_step(case.pools, structure, own)
-    expected = gradients(case.encoder, own)
-    result = GradCacheEngine(own, EngineOptions(ChunkBudget(4, 10**6), CPU)).step(case.pools, structure)
-    assert result.loss == pytest.approx(value.item(), rel=1e-11)
-    assert not any(name.startswith("0.0.") for name in expected)
-    assert_same_gradients(gradients(case.encoder, own), expected, 1e-9)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_clipping_sees_the_norm_of_the_whole_batch(loss: str) -> None:
-    case, own = make_case(dropout=0.0, negatives=NEGATIVES), make(loss, 3)
-    structure = structure_for(loss, case.structure)
-    keys = OptimisationKeys(weight_decay=0.0, max_grad_norm=0.01)
-    schedule = Schedule(1e-3, "constant", 0, 3)
-    optimizer = Optimizer(case.encoder, own, keys, schedule, loss_scaling=False)  # type: ignore[arg-type]
-    clipped = []
-    for step in (
-        lambda: reference_step(case.pools, structure, own),
-        lambda: GradCacheEngine(own, EngineOptions(ChunkBudget(2, 10**6), CPU)).step(case.pools, structure),
-    ):
-        step()
-        norm = optimizer.clip_gradients()
-        assert norm > 0.01, "there is something to clip"
-        clipped.append((norm, gradients(case.encoder, own)))
-    assert clipped[0][0] == pytest.approx(clipped[1][0], rel=1e-10)
-    assert_same_gradients(clipped[1][1], clipped[0][1], 1e-9)
 
 
 class SavedBytes:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import Case, SmallBert
+from engine_cases import Case, Limited
 from kit.ranks import RankPool
 from sharded_cases import Sharded, assignment_of, case_of, engine_of, pools_of, step_on, whole_gradients
 from test_engine import assert_same_gradients
@@ -81,28 +81,6 @@ def test_all_ranks_make_the_calls_of_the_busiest_and_retain_those_of_the_barest(
         assert spare > 0
         assert few[2][:spare] == [0] * spare  # in front of the rank's own
     assert any(any(retained) for _, retained, _ in first) == (retain > 0)
-
-
-class Limited(torch.nn.Module):
-    """An encoder whose memory ends at a number of rows."""
-
-    def __init__(self, encoder: SmallBert, most_rows: int, where: str) -> None:
-        super().__init__()
-        self.encoder, self.most_rows, self.where = encoder, most_rows, where
-
-    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        z: torch.Tensor = self.encoder(inputs)
-        if len(z) <= self.most_rows:
-            return z
-        if self.where == "backward":
-            z = z * 1.0
-            if z.requires_grad:
-                z.register_hook(self._fail)
-            return z
-        return self._fail(z)
-
-    def _fail(self, _: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def limited_on(rank: int, setting: Sharded, where: str, most_rows: list[int]) -> Any:

@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from engine_cases import make_case
+from engine_cases import Limited, make_case
 from kit.ranks import RankPool
 from test_engine import CPU, assert_same_gradients, gradients, make_loss
 
@@ -19,29 +19,6 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine, StepResult
 from vembed.gradcache.memory import RepairNeeded, StepLimits, is_out_of_memory
 
 NEGATIVES = [0, 3, 1, 7, 0, 0, 2, 1, 1]
-
-
-class Limited(torch.nn.Module):
-    """An encoder whose memory ends at a number of rows, in the forward pass or in the backward pass."""
-
-    def __init__(self, encoder: torch.nn.Module, most_rows: int, where: str) -> None:
-        super().__init__()
-        self.encoder, self.most_rows, self.where = encoder, most_rows, where
-        self.calls = 0
-
-    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        self.calls += 1
-        z: torch.Tensor = self.encoder(inputs)
-        if len(z) <= self.most_rows:
-            return z
-        if self.where == "forward":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        if z.requires_grad:
-            z.register_hook(self._fail)
-        return z
-
-    def _fail(self, gradient: torch.Tensor) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def limited_case(dropout: float, most_rows: int, where: str) -> tuple[Any, Limited]:
@@ -92,15 +69,6 @@ def test_the_repaired_step_is_bit_equal_to_one_that_began_with_the_smaller_budge
     assert expected.num_repairs == 0
     assert_bit_equal(repaired, (expected, found))
     assert_bit_equal(again, (expected, found))
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_without_dropout_a_repair_changes_only_rounding(where: str) -> None:
-    case, encoder = limited_case(0.0, 5, where)
-    _, found, _ = run(case, ChunkBudget(16, 10**6))
-    encoder.most_rows = 10**6
-    _, expected, _ = run(case, ChunkBudget(16, 10**6))
-    assert_same_gradients(found, expected, 1e-12)
 
 
 def test_gradients_of_an_earlier_step_survive_a_repair() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 from loss_cases import LossCase
 from loss_kinds import KINDS, LATE, build, keys_of, structure_for
@@ -19,7 +20,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunks import RowAssignment
 from vembed.gradcache.loss_stage import LossStage
 from vembed.losses.registry import loss_section
-from vembed.losses.streamed import LossGradients, StreamedLoss
+from vembed.losses.streamed import LossGradients, StreamedBatch, StreamedLoss
 
 if TYPE_CHECKING:
     from kit.ranks import RankPool
@@ -47,8 +48,14 @@ TILES = (1, 2, 5, 100)
 SHARES = ((8,), (3, 0, 5), (2, 3, 3))
 """Queries of each rank; one of three may have none."""
 
-SHARPEST = 0.001
-"""Temperature at which float32 exponentials of logits overflow wherever no maximum is subtracted."""
+SHARPEST: dict[str, Any] = {
+    "temperature": 0.001,
+    "learn_temperature": False,
+    "cosent_scale": 1000.0,
+    "angle_scale": 1000.0,
+    "distillation_temperature": 0.01,
+}
+"""Values at which float32 exponentials of logits overflow wherever no maximum is subtracted."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,7 @@ class LossContract:
     def check_sharpest(self) -> None:
         """The sharpest temperature overflows nowhere in float32, and the digits stay that its logits have."""
         batch: Any = Batch.of(self.kind, torch.float32)
-        sharp = {"temperature": SHARPEST, "learn_temperature": False}
+        sharp = {key: value for key, value in SHARPEST.items() if self.has_key(key)}
         result = self.streamed(self.loss(**sharp).float(), batch)
         assert result.dq_QE.dtype == torch.float32
         # A similarity errs by 1e-7 in float32 and a logit by 1000 times as much, and so do the shares of a softmax.
@@ -174,6 +181,69 @@ class LossContract:
             result = self.streamed(self.loss(**changed), batch)
             assert_equal(result, self.expected(batch, **changed))
             assert (result.dd_DE[2].abs().max() < 1e-12) == mask, (mask, result.dd_DE)
+
+    def check_masked(self) -> None:
+        """A query all of whose other documents are copies of its positive has no loss and no gradient."""
+        structure = LossCase(("q0", "q1"), ("a", "a"), ((0, 0), (1, 1)), teacher=True).structure
+        counts = None if self.batch.counts is None else (np.ones(2, dtype=np.int64),) * 2
+        batch = replace(
+            self.batch, structure=structure, q_QE=self.batch.q_QE[:2], d_DE=self.batch.d_DE[:2], counts=counts
+        )
+        more = {"false_negative_filter": "identity"} if self.has_key("false_negative_filter") else {}
+        # Every negative of the one direction is masked; queries and documents among themselves are other directions.
+        more |= {"loss_directions": ["query_to_document"]} if "loss_directions" in self.values else {}
+        assert_nothing(self.streamed(self.loss(**{"mask_false_negatives": True, **more}), batch))
+
+    def check_weights(self) -> None:
+        """Equal weights of any size change nothing, and a batch in which no row counts loses nothing."""
+        one, many, none = (
+            replace(self.batch, structure=replace(self.batch.structure, weights_Q=weights_Q))
+            for weights_Q in (None, *(torch.full((len(self.batch.queries),), each).double() for each in (7.0, 0.0)))
+        )
+        assert_equal(self.streamed(self.loss(), many), self.streamed(self.loss(), one))
+        assert_nothing(self.streamed(self.loss(), none))
+
+    def check_not_a_number(self) -> None:
+        """Whatever is not a number in the vector of a query or of its positive reaches the loss."""
+        for side in ("q_QE", "d_DE"):
+            vectors = getattr(self.batch, side).clone()
+            vectors[0, 2] = torch.nan
+            assert self.streamed(self.loss(), replace(self.batch, **{side: vectors})).loss.isnan()
+
+    def check_half_precision(self) -> None:
+        """Vectors of half precision are multiplied and added up in float32."""
+        batch: Any = Batch.of(self.kind, torch.bfloat16)
+        result = self.streamed(self.loss().float(), batch)
+        assert {each.dtype for each in (result.loss, result.dq_QE, result.dd_DE)} == {torch.float32}
+        exact = replace(batch, q_QE=batch.q_QE.double(), d_DE=batch.d_DE.double())
+        assert_equal(result, self.expected(exact), 1e-4)
+
+    def check_teacher(self) -> None:
+        """A batch without a teacher's vectors is refused, as a whole and in tiles."""
+        structure = replace(self.batch.structure, teacher_Q=None, teacher_D=None)
+        batch = replace(self.batch, structure=structure)
+        for compute in (streamed, defined):
+            with pytest.raises(ValueError, match="a teacher's vectors"):
+                compute(self.loss(), batch, batch.q_QE, batch.d_DE)
+
+    def check_written(self) -> None:
+        """Gradients are written where the caller says, and never before the statistics of all ranks are there."""
+        loss, expected = self.loss(), self.expected()
+        count = len(self.batch.q_QE)
+        table = torch.full((count + len(self.batch.d_DE), DIMENSION), 9.0, dtype=torch.float64)
+        batch = StreamedBatch(self.batch.q_QE, self.batch.d_DE, self.batch.structure, counts=self.batch.counts)
+        if loss.needs_statistics:
+            with pytest.raises(ValueError, match="statistics"):
+                loss.gradients(batch)
+        known = loss.statistics(batch) if loss.needs_statistics else None
+        loss.gradients(batch, known, (table[:count], table[count:]))
+        assert torch.allclose(table, torch.cat([expected.dq_QE, expected.dd_DE]), rtol=0, atol=1e-10)
+
+
+def assert_nothing(result: LossGradients) -> None:
+    assert result.loss == 0
+    assert not result.dq_QE.any()
+    assert not result.dd_DE.any()
 
 
 @functools.cache

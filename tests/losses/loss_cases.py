@@ -70,6 +70,46 @@ def plain(num_queries: int, num_documents: int) -> LossCase:
     )
 
 
+@dataclass(frozen=True)
+class NamedCase(LossCase):
+    """A batch whose documents that are no positives are hard negatives, given to the queries in turn."""
+
+    @property
+    def hard(self) -> list[tuple[int, int]]:
+        known = {document for _, document in self.positives}
+        rest = [document for document in range(len(self.documents)) if document not in known]
+        return [(place % len(self.queries), document) for place, document in enumerate(rest)]
+
+    @property
+    def batch(self) -> ContrastiveBatch:
+        fields = {name: getattr(super(NamedCase, self).batch, name) for name in ContrastiveBatch.__dataclass_fields__}
+        return ContrastiveBatch(**fields | {"negatives_P2": np.array(self.hard) if self.hard else None})
+
+
+def named(case: LossCase) -> NamedCase:
+    return NamedCase(case.queries, case.documents, case.positives)
+
+
+@dataclass(frozen=True)
+class GradedCase(LossCase):
+    """A batch whose pairs have grades, not in the order of rows."""
+
+    grades: tuple[tuple[int, int, float], ...] = ()
+
+    @property
+    def batch(self) -> ContrastiveBatch:
+        fields = {name: getattr(super(GradedCase, self).batch, name) for name in ContrastiveBatch.__dataclass_fields__}
+        pairs, scores = np.array([each[:2] for each in self.grades]), np.array([each[2] for each in self.grades])
+        positives = np.array(self.positives, dtype=np.int64).reshape(-1, 2)
+        return ContrastiveBatch(**fields | {"positives_P2": positives, "listed_P2": pairs, "listed_scores_P": scores})
+
+
+def graded(num_queries: int, num_documents: int, *, grades: int, seed: int = 0) -> GradedCase:
+    rng, case = np.random.default_rng(seed), plain(num_queries, num_documents)
+    pairs = [(int(rng.integers(num_queries)), j, float(rng.integers(grades)) / 4) for j in range(num_documents)]
+    return GradedCase(case.queries, case.documents, case.positives, tuple(pairs))
+
+
 CASES = {
     "one positive": plain(4, 4),
     "hard negatives": plain(3, 8),
@@ -87,15 +127,6 @@ CASES = {
         ("same", "same", "q"), ("a", "b", "b", "c", "hard"), ((0, 0), (1, 1), (2, 3))
     ),
 }
-
-MASKED = (
-    "a positive text that stands twice",
-    "a query that stands twice",
-    "a document equal to a query",
-    "a hard negative that repeats a positive",
-    "a positive known by way of the other row",
-)
-"""Cases that hold false negatives. (A query that is its own positive holds none: a positive isn't masked.)"""
 
 
 def masked_cells(case: LossCase) -> set[tuple[int, int]]:

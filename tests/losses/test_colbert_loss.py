@@ -1,8 +1,7 @@
-"""InfoNCE over MaxSim: any blocks of documents, equal products, NaN and half precision, memory."""
+"""InfoNCE over MaxSim: wide strips, equal products, memory."""
 
 from __future__ import annotations
 
-import math
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from loss_cases import LossCase, plain
-from streamed_cases import assert_equal, defined, random_case, streamed
+from streamed_cases import assert_equal, defined, streamed
 from torch.nn.functional import normalize
 
 from vembed.losses import streamed as streaming
@@ -22,19 +21,9 @@ from vembed.models.measure import LiveBytes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-KINDS: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "both directions": {"bidirectional": True},
-    "sum": {"mean": False, "temperature": 1.0},
-    "sum, cold": {"mean": False, "temperature": 0.1},
-    "both directions, cold": {"temperature": 0.012, "bidirectional": True},
-}
 
-
-def make(kind: str, **options: Any) -> ColbertLoss:
-    return ColbertLoss(
-        **{"temperature": 0.2, "learn_temperature": True, "dtype": torch.float64, **KINDS[kind], **options}
-    )
+def make(**options: Any) -> ColbertLoss:
+    return ColbertLoss(**{"temperature": 0.2, "learn_temperature": True, "dtype": torch.float64, **options})
 
 
 def vectors_of(
@@ -47,18 +36,8 @@ def vectors_of(
     return q, d, counts
 
 
-@pytest.mark.parametrize("tile_size", [1, 3, 5, 29, 1000])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_size_of_the_blocks_changes_nothing(kind: str, tile_size: int) -> None:
-    for seed in range(3):
-        case = random_case(seed, num_queries=8, num_documents=13, texts=14)
-        q, d, counts = vectors_of(case, seed)
-        loss = make(kind, tile_size=tile_size)
-        assert_equal(streamed(loss, case, q, d, counts), defined(loss, case, q, d, counts))
-
-
 def test_strips_that_are_too_wide_are_swept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, loss = plain(50, 70), make("mean", tile_size=16)
+    case, loss = plain(50, 70), make(tile_size=16)
     q, d, counts = vectors_of(case)
     kept = streamed(loss, case, q, d, counts)
     monkeypatch.setattr(streaming, "STRIP_TILES", 2)
@@ -69,7 +48,7 @@ def test_strips_that_are_too_wide_are_swept_twice(monkeypatch: pytest.MonkeyPatc
 
 def test_of_equal_products_the_first_vector_gets_the_gradient() -> None:
     """Small integers multiply exactly, so that products that are equal on paper are equal."""
-    case, loss = plain(2, 3), make("sum", tile_size=4)
+    case, loss = plain(2, 3), make(mean=False, temperature=1.0, tile_size=4)
     q = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]], dtype=torch.float64)
     d = torch.tensor([[1, 0], [1, 3], [1, 0], [2, 1], [1, 2], [0, 1], [0, 1], [0, 1]], dtype=torch.float64)
     counts = np.array([1, 2]), np.array([3, 2, 3])
@@ -78,17 +57,6 @@ def test_of_equal_products_the_first_vector_gets_the_gradient() -> None:
     assert (found.dd_DE[2] == 0).all()  # repeats the first vector of its document
     assert (found.dd_DE[5] != 0).any()
     assert (found.dd_DE[6:] == 0).all()
-
-
-def test_not_a_number_reaches_the_loss_and_half_precision_is_accumulated_in_float32() -> None:
-    case, loss = plain(4, 6), make("mean", tile_size=8)
-    q, d, counts = vectors_of(case)
-    exact = defined(loss, case, q.half().double(), d.half().double(), counts)
-    found = streamed(loss, case, q.half(), d.half(), counts)
-    assert (found.loss.dtype, found.dq_QE.dtype, found.dd_DE.dtype) == (torch.float32,) * 3
-    assert_equal(found, exact, 2e-5)
-    d[-1, 2] = math.nan
-    assert streamed(loss, case, q, d, counts).loss.isnan()
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

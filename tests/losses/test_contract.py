@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from contract import EVERY_KIND, LossContract
+from contract import EVERY_KIND, SHARPEST, LossContract
 
 if TYPE_CHECKING:
     from kit.ranks import RankPool
@@ -23,6 +23,11 @@ MERGED = (
 
 def kinds_with(*keys: str) -> list[str]:
     return [kind for kind in EVERY_KIND if all(LossContract(kind).has_key(key) for key in keys)]
+
+
+def counts_rows(name: str, keys: dict[str, Any]) -> bool:
+    """Return whether all terms of a loss belong to rows; spreading vectors out is of no row."""
+    return "spread_out" not in (name, *keys.get("added_losses", ()))
 
 
 def test_every_loss_streams_as_its_loops_say() -> None:
@@ -61,7 +66,7 @@ def test_prefixes_are_the_weighted_mean_of_the_loss_of_cut_embeddings(kind: str)
     LossContract(kind).check_prefixes()
 
 
-@pytest.mark.parametrize("kind", kinds_with("temperature"))
+@pytest.mark.parametrize("kind", [kind for kind in EVERY_KIND if any(map(LossContract(kind).has_key, SHARPEST))])
 def test_the_sharpest_temperature_keeps_the_digits_of_float32(kind: str) -> None:
     LossContract(kind).check_sharpest()
 
@@ -69,3 +74,35 @@ def test_the_sharpest_temperature_keeps_the_digits_of_float32(kind: str) -> None
 @pytest.mark.parametrize("kind", [kind for kind in EVERY_KIND if LossContract(kind).has_masks])
 def test_masks_keep_a_text_that_answers_a_query_from_being_its_negative(kind: str) -> None:
     LossContract(kind).check_mask()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EVERY_KIND if LossContract(kind).has_masks])
+def test_copies_of_the_only_positive_leave_no_loss_and_no_gradient(kind: str) -> None:
+    if LossContract(kind).name == "sigmoid":
+        pytest.skip("it asks of the positives themselves")
+    LossContract(kind).check_masked()
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (name, keys) in EVERY_KIND.items() if counts_rows(name, keys)])
+def test_equal_weights_change_nothing_and_a_batch_without_any_loses_nothing(kind: str) -> None:
+    LossContract(kind).check_weights()
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_not_a_number_reaches_the_loss(kind: str) -> None:
+    LossContract(kind).check_not_a_number()
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_half_precision_is_accumulated_in_float32(kind: str) -> None:
+    LossContract(kind).check_half_precision()
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_gradients_are_written_where_the_caller_says(kind: str) -> None:
+    LossContract(kind).check_written()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EVERY_KIND if "taught" in kind or "distillation" in kind])
+def test_a_batch_without_a_teacher_is_refused(kind: str) -> None:
+    LossContract(kind).check_teacher()

@@ -1,101 +1,39 @@
-"""InfoNCE equals its definition, in value and in every gradient."""
+"""What InfoNCE and its relatives promise beside their definition: temperatures, ties, joined directions."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from loss_cases import CASES, MASKED, LossCase, log_scale, plain
+from loss_cases import CASES, LossCase, plain
+from streamed_cases import assert_equal, defined, over_ranks, random_case, streamed
 
-from vembed.losses.base import BatchStructure
-from vembed.losses.infonce import InfoNCE
+from vembed.config.load import load_config
+from vembed.errors import ConfigError
+from vembed.losses.base import BatchStructure, LossCommon
+from vembed.losses.in_batch_hard import InBatchHard
+from vembed.losses.infonce import InfoNCE, SupCon
+from vembed.losses.joint import JointInfoNCE
 from vembed.losses.keys import InfoNCEKeys
+from vembed.losses.sigmoid import SigmoidLoss
+from vembed.losses.streamed import Hardest
 from vembed.section import rules_of
 
 TEMPERATURE = 0.2
+LOG_SCALE, BIAS = 1.3, -2.5
+DIRECTIONS = ("query_to_document", "query_to_query", "document_to_query", "document_to_document")
 
 
 def infonce(**options: Any) -> InfoNCE:
     return InfoNCE(**{"temperature": TEMPERATURE, "dtype": torch.float64, **options})
 
 
-@pytest.mark.parametrize("name", MASKED)
-def test_the_mask_changes_value_and_gradient_where_there_are_false_negatives(name: str) -> None:
-    case = CASES[name]
-    q_QE, d_DE = case.embeddings()
-    masked = infonce()(q_QE, d_DE, case.structure)
-    unmasked = infonce(mask_false_negatives=False)(q_QE, d_DE, case.structure)
-    assert masked < unmasked
-    gradients = [torch.autograd.grad(value, d_DE)[0] for value in (masked, unmasked)]
-    assert not torch.allclose(*gradients)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name not in MASKED])
-def test_the_mask_changes_nothing_without_false_negatives(name: str) -> None:
-    case = CASES[name]
-    values = [infonce(mask_false_negatives=mask)(*case.embeddings(), case.structure) for mask in (True, False)]
-    assert torch.equal(*values)
-
-
-def test_a_copy_of_the_only_other_document_leaves_no_loss_and_no_gradient() -> None:
-    case = LossCase(("q0", "q1"), ("a", "a"), ((0, 0), (1, 1)))
-    q_QE, d_DE = case.embeddings()
-    value = infonce(bidirectional=True)(q_QE, d_DE, case.structure)
-    gradients = torch.autograd.grad(value, [q_QE, d_DE])
-    assert value.item() == 0
-    assert all((gradient == 0).all() for gradient in gradients)
-
-
-def test_hard_negatives_are_negatives_of_every_query() -> None:
-    case = plain(3, 4)
-    q_QE, d_DE = case.embeddings()
-    (gradient,) = torch.autograd.grad(infonce()(q_QE, d_DE, case.structure), q_QE)
-    moved = d_DE.detach().clone()
-    moved[3] = -moved[3]
-    (other,) = torch.autograd.grad(infonce()(q_QE, moved, case.structure), q_QE)
-    assert ((gradient - other).norm(dim=-1) > 1e-6).all()
-
-
-def test_hard_negatives_have_no_row_in_the_document_direction() -> None:
-    case = plain(2, 3)
-    q_QE, d_DE = case.embeddings()
-    logits_QD = q_QE @ d_DE.T / TEMPERATURE
-    forward = torch.nn.functional.cross_entropy(logits_QD, torch.arange(2))
-    backward = torch.nn.functional.cross_entropy(logits_QD.T[:2], torch.arange(2))
-    value = infonce(bidirectional=True)(q_QE, d_DE, case.structure)
-    assert value.item() == pytest.approx(((forward + backward) / 2).item(), rel=1e-12)
-
-
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("name", ["several positives", "a positive known by way of the other row"])
-def test_gradcheck(name: str, bidirectional: bool) -> None:
-    case, loss = CASES[name], infonce(learn_temperature=True, bidirectional=bidirectional)
-
-    def value(q_QE: torch.Tensor, d_DE: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(loss, {"log_scale": scale}, (q_QE, d_DE, case.structure))
-
-    scale = torch.tensor(log_scale(TEMPERATURE), dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(value, (*case.embeddings(), scale))
-
-
-def test_the_gradient_of_a_learned_temperature_equals_finite_differences() -> None:
-    case, step = CASES["several positives"], 1e-5
-    loss = infonce(learn_temperature=True, bidirectional=True)
-    q_QE, d_DE = (each.detach() for each in case.embeddings())
-    loss(q_QE, d_DE, case.structure).backward()
-    values = [
-        infonce(temperature=math.exp(-(log_scale(TEMPERATURE) + sign * step)), bidirectional=True)(
-            q_QE, d_DE, case.structure
-        ).item()
-        for sign in (1, -1)
-    ]
-    assert loss.log_scale.grad is not None
-    assert loss.log_scale.grad.item() == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-7)
-    assert abs(loss.log_scale.grad.item()) > 1e-3
+def sigmoid(**options: Any) -> SigmoidLoss:
+    given = {"init_logit_scale": LOG_SCALE, "init_logit_bias": BIAS, "dtype": torch.float64, **options}
+    return SigmoidLoss(**given)
 
 
 def test_a_fixed_temperature_has_no_parameter_and_is_not_saved() -> None:
@@ -108,13 +46,28 @@ def test_a_fixed_temperature_has_no_parameter_and_is_not_saved() -> None:
     assert list(infonce(learn_temperature=True).state_dict()) == ["log_scale"]
 
 
+def test_scale_and_bias_are_trained_and_saved() -> None:
+    loss = sigmoid()
+    assert sorted(loss.state_dict()) == ["bias", "log_scale"]
+    assert all(parameter.requires_grad for parameter in loss.parameters())
+    assert loss.temperature == pytest.approx(math.exp(-LOG_SCALE))
+    single = SigmoidLoss(init_logit_scale=1.0, init_logit_bias=-10.0, dtype=torch.bfloat16)
+    assert (single.log_scale.dtype, single.bias.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("make", [lambda: infonce(learn_temperature=True), sigmoid], ids=["infonce", "sigmoid"])
 @pytest.mark.parametrize(("pushed_to", "expected"), [(-3.0, 1.0), (9.0, 0.01), (math.log(7.0), 1 / 7)])
-def test_constrain_clamps_the_logit_scale_to_1_and_100(pushed_to: float, expected: float) -> None:
-    loss = infonce(learn_temperature=True)
+def test_constrain_clamps_the_logit_scale_to_1_and_100_and_nothing_else(
+    make: Any, pushed_to: float, expected: float
+) -> None:
+    loss = make()
     with torch.no_grad():
+        for parameter in loss.parameters():
+            parameter.fill_(-40.0)
         loss.log_scale.fill_(pushed_to)
     loss.constrain()
     assert loss.temperature == pytest.approx(expected, rel=1e-12)
+    assert {each.item() for name, each in loss.named_parameters() if name != "log_scale"} <= {-40.0}
 
 
 @pytest.mark.parametrize("temperature", [0.009, 1.01])
@@ -126,41 +79,9 @@ def test_a_learned_temperature_outside_its_bounds_is_refused_and_a_fixed_one_is_
     assert infonce(temperature=temperature).temperature == pytest.approx(temperature)
 
 
-@pytest.mark.parametrize("temperature", [0.01, 1.0])
-def test_a_learned_temperature_may_start_at_its_bounds(temperature: float) -> None:
-    assert infonce(temperature=temperature, learn_temperature=True).temperature == pytest.approx(temperature)
-
-
 def test_a_learned_temperature_is_at_least_float32() -> None:
     assert InfoNCE(temperature=0.05, learn_temperature=True, dtype=torch.bfloat16).log_scale.dtype == torch.float32
     assert infonce(learn_temperature=True).log_scale.dtype == torch.float64
-
-
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("name", CASES)
-def test_the_order_of_rows_does_not_matter(name: str, bidirectional: bool) -> None:
-    case, loss = CASES[name], infonce(bidirectional=bidirectional)
-    q_QE, d_DE = case.embeddings()
-    rng = np.random.default_rng(4)
-    queries, documents = rng.permutation(len(case.queries)), rng.permutation(len(case.documents))
-    moved = LossCase(
-        tuple(case.queries[row] for row in queries),
-        tuple(case.documents[row] for row in documents),
-        tuple(sorted((int(np.argsort(queries)[i]), int(np.argsort(documents)[j])) for i, j in case.positives)),
-    )
-    value = loss(q_QE, d_DE, case.structure)
-    other = loss(q_QE[queries], d_DE[documents], moved.structure)
-    assert other.item() == pytest.approx(value.item(), rel=1e-12)
-    for ours, theirs in zip(
-        torch.autograd.grad(other, [q_QE, d_DE]), torch.autograd.grad(value, [q_QE, d_DE]), strict=True
-    ):
-        assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-13)
-
-
-def test_the_order_of_the_pairs_does_not_matter() -> None:
-    case = CASES["several positives"]
-    shuffled = replace(case, positives=tuple(reversed(case.positives)))
-    assert torch.equal(infonce()(*case.embeddings(), case.structure), infonce()(*case.embeddings(), shuffled.structure))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 0.0])
@@ -170,13 +91,19 @@ def test_vanishing_embeddings_give_the_loss_of_chance(scale: float) -> None:
     assert infonce()(q_QE, d_DE, case.structure).item() == pytest.approx(math.log(4))
 
 
-def test_the_sharpest_temperature_overflows_nowhere_in_float32() -> None:
-    case = plain(4, 6)
+def test_logits_far_out_give_finite_loss_and_gradients() -> None:
+    case = plain(3, 4)
     q_QE, d_DE = (each.detach().float().requires_grad_() for each in case.embeddings())
-    value = InfoNCE(temperature=0.001, bidirectional=True)(q_QE, d_DE, case.structure)
-    gradients = torch.autograd.grad(value, [q_QE, d_DE])
-    assert value.isfinite()
-    assert all(gradient.isfinite().all() for gradient in gradients)
+    for bias in (-100.0, 100.0):
+        loss = SigmoidLoss(init_logit_scale=math.log(100), init_logit_bias=bias)
+        value = loss(q_QE, d_DE, case.structure)
+        assert value.isfinite()
+        assert all(each.isfinite().all() for each in torch.autograd.grad(value, [q_QE, d_DE]))
+
+
+def test_positives_with_losses_of_their_own_refuse_a_focal_weight() -> None:
+    with pytest.raises(AssertionError, match="focal_gamma"):
+        SupCon(temperature=0.1, focal_gamma=0.5)
 
 
 def test_the_structure_of_a_batch() -> None:
@@ -192,3 +119,68 @@ def test_the_structure_of_a_batch() -> None:
         for a, first in enumerate(texts):
             for b, second in enumerate(texts):
                 assert (groups[a] == groups[b]).item() == (first == second)
+
+
+@pytest.mark.parametrize("sizes", [(6,), (3, 3), (1, 0, 5)])
+def test_of_equal_logits_the_first_rows_count_whatever_the_tiles_and_ranks(sizes: tuple[int, ...]) -> None:
+    case = plain(6, 9)
+    rng = torch.Generator().manual_seed(0)
+    q_QE, d_DE = (torch.randint(-1, 2, (rows, 4), generator=rng).double() for rows in (6, 9))
+    logits_QD = q_QE @ d_DE.T
+    assert max(len(row) - len(row.unique()) for row in logits_QD) > 5, "many are equal"
+    for most in (1, 2, 3, 5):
+        whole = InBatchHard(hard_topk=most, temperature=1.0, bidirectional=True, dtype=torch.float64, tile_size=100)
+        expected = defined(whole, case, q_QE, d_DE)
+        for tile_size in (1, 2, 4, 100):
+            whole.tile_size = tile_size
+            assert_equal(over_ranks(whole, case, q_QE, d_DE, sizes), expected)
+    moved = defined(whole, case, q_QE, d_DE + 1e-6 * torch.randn(9, 4, generator=rng, dtype=torch.float64))
+    assert (moved.dd_DE - expected.dd_DE).abs().max() > 1e-3, "another choice among equal ones gives another gradient"
+
+
+def test_enough_of_them_are_infonce() -> None:
+    case = random_case(5, num_queries=9, num_documents=17, texts=20)
+    q_QE, d_DE = case.embeddings()
+    options = {"temperature": 0.1, "learn_temperature": True, "bidirectional": True, "dtype": torch.float64}
+    expected = defined(InfoNCE(**options), case, q_QE, d_DE)
+    for most in (17, 100, None):
+        assert_equal(streamed(InBatchHard(hard_topk=most, tile_size=4, **options), case, q_QE, d_DE), expected)
+    fewer = InBatchHard(hard_topk=2, **options)
+    assert streamed(fewer, case, q_QE, d_DE).loss < expected.loss - 0.05
+
+
+def test_lists_keep_the_first_of_equal_numbers_and_let_not_a_number_through() -> None:
+    numbers = torch.tensor([[2.0, 1.0, 2.0, 0.0, 1.0, 1.0], [0.0, -0.0, 0.0, 0.0, -0.0, 0.0]])
+    found = Hardest.empty(1, 2, 4, like=numbers)
+    for first in (0, 1, 3):
+        last = {0: 1, 1: 3, 3: 6}[first]
+        found.add_logits((0, slice(0, 2)), numbers[:, first:last].contiguous(), first)
+    assert [sorted(row) for row in found.positions[0].tolist()] == [[0, 1, 2, 4], [0, 1, 2, 3]]
+    found.add_logits((0, slice(1, 2)), torch.full((1, 6), torch.nan), 6)
+    assert found.logits[0, 1].isnan().all()
+    assert 0 <= found.positions.min() <= found.positions.max() < 12
+
+
+@pytest.mark.slow
+def test_rows_of_one_class_are_joined_without_following_each_other_s_lists() -> None:
+    size = 300  # following them would take 27 million steps
+    pairs = tuple((i, j) for i in range(size) for j in range(size))
+    case = LossCase(tuple(f"q{i}" for i in range(size)), tuple(f"d{j}" for j in range(size)), pairs)
+    options = {"temperature": TEMPERATURE, "dtype": torch.float64, "tile_size": 64}
+    found = streamed(JointInfoNCE(directions=DIRECTIONS, **options), case, *case.embeddings())
+    assert found.loss.item() == pytest.approx(np.log(2), rel=1e-9), "only the positives, counted once more, compete"
+
+
+def test_keys_choose_the_directions_and_contradictions_are_refused() -> None:
+    common = ["model_name=m", "loss_directions=[query_to_document, query_to_query]"]
+    config = load_config(None, common).config
+    made = config.run_loss().build(config, LossCommon(torch.float32, 8, 128))
+    assert isinstance(made, JointInfoNCE)
+    assert (made.queries_too, made.columns_too, made.documents_too) == (True, False, False)
+    for more, words in (
+        ("loss_bidirectional=true", "set one of them"),
+        ("false_negative_filter=threshold", "set false_negative_filter to identity"),
+        ("loss_directions=[query_to_query]", "names query_to_document"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_config(None, [*common, more] if "directions" not in more else ["model_name=m", more])

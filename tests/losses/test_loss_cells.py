@@ -9,7 +9,7 @@ from loss_cases import CASES, LossCase, masked_cells, plain
 from streamed_cases import random_case
 
 from vembed.losses import cells as cells_module
-from vembed.losses.cells import CellMap
+from vembed.losses.cells import CellMap, false_negative_mask, positive_mask
 
 
 def listed(case: LossCase, rows: range, *, height: int, width: int, mask: bool) -> tuple[list, list, CellMap]:
@@ -76,3 +76,34 @@ def test_a_batch_without_repeats_lists_one_cell_for_each_pair() -> None:
     tiles = [tile for start in range(0, 200, 64) for tile in cells.strip(start, min(start + 64, 200), 64)]
     assert sum(len(tile.excluded) for tile in tiles) == sum(len(tile.pairs) for tile in tiles) == 200
     assert all(tile.excluded.dtype == torch.int64 for tile in tiles)
+
+
+def cells_of(mask_QD: torch.Tensor) -> set[tuple[int, int]]:
+    assert mask_QD.dtype == torch.bool
+    return {(int(i), int(j)) for i, j in mask_QD.nonzero()}
+
+
+def test_masks_equal_brute_force_which_knows_every_kind_of_false_negative() -> None:
+    cases = [*CASES.values(), *(random_case(seed) for seed in range(30))]
+    for case in cases:
+        positive_QD = positive_mask(case.structure)
+        assert cells_of(positive_QD) == set(case.positives)
+        assert cells_of(false_negative_mask(case.structure, positive_QD)) == masked_cells(case)
+    found = [(case, i, j) for case in cases for i, j in masked_cells(case)]
+    assert any(case.queries[i] == case.documents[j] for case, i, j in found)
+    assert any((i, b) in case.positives and case.documents[b] == case.documents[j]
+               for case, i, j in found for b in range(len(case.documents)))  # fmt: skip
+
+
+EXPECTED = {
+    "a positive text that stands twice": {(0, 1), (1, 0)},
+    "a query that stands twice": {(0, 1), (1, 0)},
+    "a document equal to a query": {(0, 2)},
+    "a hard negative that repeats a positive": {(0, 2), (1, 3)},
+    "a positive known by way of the other row": {(0, 1), (0, 2), (1, 0), (1, 2)},
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_masked_cells_are_those_written_out_by_hand(name: str) -> None:
+    assert masked_cells(CASES[name]) == EXPECTED[name]

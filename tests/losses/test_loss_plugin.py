@@ -85,36 +85,19 @@ def test_the_recipe_s_settings_are_valid_with_it_and_unknown_without(recipe: Pat
     assert isinstance(config, Config)
     path.write_text("model_name: m\nmargin: 0.3\nloss_type: margins\n")
     found = problem("margin=0.3", "loss_type=margins")
-    ours = (
-        "infonce, sigmoid, colbert, triplet, cosent, in_batch_hard, supcon, angle, cosine_mse, margin_mse, kl, "
-        "spread_out, distillation"
-    )
-    names = f"{ours} or margin"
-    choices = f"must be {names}, got 'margins'; did you mean margin?"
-    assert found == f"override loss_type=margins: {choices}"
+    assert found.startswith("override loss_type=margins: must be infonce")
+    assert found.endswith("or margin, got 'margins'; did you mean margin?")
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["loss_type=margin", "margin=-1"], "override margin=-1: must be > 0, got -1"),
-        (["loss_type=margin", "margin=wide"], "override margin=wide: must be a number > 0, got 'wide'"),
+        (["loss_type=margin", "margin=-1"], "override margin=-1: must be > 0"),
+        (["loss_type=margin", "margin=wide"], "override margin=wide: must be a number > 0"),
         (["loss_type=margin", "margn=1"], "override margn=1: unknown key; did you mean margin?"),
-        (
-            ["margin=0.5"],
-            "override margin=0.5: margin has no effect with loss_type infonce; remove it or set loss_type to margin",
-        ),
-        (
-            ["loss_type=margin", "temperature=0.1"],
-            (
-                "temperature has no effect with loss_type margin; remove it or set loss_type to infonce or colbert "
-                "or in_batch_hard or supcon or distillation (loss_type is"
-            ),
-        ),
-        (
-            ["loss_type=margin", "mrl_dims=[8]"],
-            "mrl_dims has no effect with loss_type margin; remove it or set loss_type to infonce or sigmoid",
-        ),
+        (["margin=0.5"], "margin has no effect with loss_type infonce; remove it or set loss_type to margin"),
+        (["loss_type=margin", "temperature=0.1"], "temperature has no effect with loss_type margin"),
+        (["loss_type=margin", "mrl_dims=[8]"], "mrl_dims has no effect with loss_type margin"),
         (["loss_type=margin", "batch_size=1"], "so the margin loss learns nothing"),
     ],
 )
@@ -143,26 +126,10 @@ def test_it_stands_in_the_json_schema_and_leaves_the_classes_of_others_alone(rec
     before = config_class()
     load_config(None, ["model_name=m", "plugins=[margin_loss]"])
     schema = config_class().model_json_schema()["properties"]
-    assert schema["loss_type"]["enum"] == [
-        "infonce",
-        "sigmoid",
-        "colbert",
-        "triplet",
-        "cosent",
-        "in_batch_hard",
-        "supcon",
-        "angle",
-        "cosine_mse",
-        "margin_mse",
-        "kl",
-        "spread_out",
-        "distillation",
-        "margin",
-    ]
+    assert schema["loss_type"]["enum"] == [*LOSSES.names()]
+    assert schema["loss_type"]["enum"][-1] == "margin"
     assert schema["margin"]["acts_with"] == {"loss_type": ["margin"]}
-    assert schema["mask_false_negatives"]["acts_with"] == {
-        "loss_type": ["infonce", "sigmoid", "colbert", "triplet", "cosent", "in_batch_hard", "supcon", "distillation"]
-    }
+    assert "margin" not in schema["mask_false_negatives"]["acts_with"]["loss_type"]
     assert "margin" not in before.model_fields
     assert "margin" not in Config.model_fields
 

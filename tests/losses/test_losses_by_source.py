@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from loss_cases import plain
+from loss_cases import graded, plain
 from streamed_cases import unit_rows
-from test_cosent import graded
 
 from vembed.config.load import load_config, load_values
 from vembed.data.keys import loss_names

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from loss_cases import LossCase, plain
+from loss_cases import GradedCase, LossCase, NamedCase, graded, named, plain
 from streamed_cases import streamed, unit_rows
-from test_cosent import GradedCase, graded
-from test_triplet import NamedCase, named
 
 from vembed.losses.cosent import AngleLoss, CosentLoss
 from vembed.losses.filters import FalseNegativeFilter

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from loss_cases import CASES, LossCase, plain
+from loss_cases import plain
 from streamed_cases import assert_equal, defined, over_ranks, random_case, streamed, unit_rows
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,7 +17,7 @@ from vembed.losses.base import BatchStructure
 from vembed.losses.in_batch_hard import InBatchHard
 from vembed.losses.infonce import BOUNDED_LOGIT, InfoNCE
 from vembed.losses.sigmoid import SigmoidLoss
-from vembed.losses.streamed import StreamedBatch, StreamedLoss
+from vembed.losses.streamed import LogSumExp, StreamedBatch, StreamedLoss
 from vembed.losses.tiles import Prefixes
 from vembed.plan.memory import LOSS_STRIP_TILES
 
@@ -32,7 +33,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "hardest": {"hard_topk": 2},
     "hardest, both directions": {"hard_topk": 3, "bidirectional": True},
 }
-PREFIXES = {"whole": None, "two prefixes": Prefixes.of([2, 4]), "weighted": Prefixes.of([5, 1, 3], [3, 1, 2])}
 
 
 def make(kind: str, **options: Any) -> StreamedLoss:
@@ -56,24 +56,6 @@ def test_random_batches_with_many_repeats_equal_the_definition(kind: str) -> Non
         assert_equal(streamed(loss, case, q_QE, d_DE), defined(loss, case, q_QE, d_DE))
 
 
-def test_the_comparison_can_fail() -> None:
-    case = CASES["a query that stands twice"]
-    q_QE, d_DE = case.embeddings()
-    both = make("both directions")
-    with pytest.raises(AssertionError, match="loss"):
-        assert_equal(streamed(make("one direction"), case, q_QE, d_DE), defined(both, case, q_QE, d_DE))
-    unmasked = make("one direction", mask_false_negatives=False)
-    with pytest.raises(AssertionError):
-        assert_equal(streamed(make("one direction"), case, q_QE, d_DE), defined(unmasked, case, q_QE, d_DE))
-
-
-def test_a_positive_may_be_the_document_of_any_rank() -> None:
-    case = LossCase(("q0", "q1", "q2", "q3"), ("a", "b", "c", "d"), ((0, 3), (1, 2), (2, 1), (3, 0)))
-    loss = make("both directions", tile_size=2)
-    q_QE, d_DE = case.embeddings()
-    assert_equal(over_ranks(loss, case, q_QE, d_DE, (2, 2)), defined(loss, case, q_QE, d_DE))
-
-
 def test_ranks_with_and_without_bounded_logits_merge() -> None:
     """Rank 0 has short queries, rank 1 long ones: one exponentiates as it is, the other subtracts a maximum."""
     case = plain(6, 8)
@@ -81,49 +63,6 @@ def test_ranks_with_and_without_bounded_logits_merge() -> None:
     q_QE, d_DE = (each.detach() for each in case.embeddings())
     q_QE = q_QE * torch.tensor([1.0, 1.0, 1.0, 80.0, 80.0, 80.0], dtype=torch.float64)[:, None]
     assert_equal(over_ranks(loss, case, q_QE, d_DE, (3, 3)), defined(loss, case, q_QE, d_DE))
-
-
-def test_columns_that_no_rank_merged_give_another_loss() -> None:
-    case = plain(6, 8)
-    loss = make("both directions", tile_size=3)
-    q_QE, d_DE = case.embeddings()
-    shares = []
-    for first in (0, 3):
-        batch = StreamedBatch(q_QE[first : first + 3].detach(), d_DE.detach(), case.structure, first)
-        shares.append(loss.gradients(batch, loss.statistics(batch)).loss)
-    assert abs(sum(shares) - defined(loss, case, q_QE, d_DE).loss) > 1e-3
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-def test_a_query_whose_others_are_all_masked_has_no_loss_and_no_gradient(kind: str) -> None:
-    case = LossCase(("q0", "q1", "q2"), ("a", "a", "a"), ((0, 0), (1, 1), (2, 2)))
-    q_QE, d_DE = case.embeddings()
-    found = streamed(make(kind, tile_size=2), case, q_QE, d_DE)
-    assert_equal(found, defined(make(kind), case, q_QE, d_DE))
-    if kind != "sigmoid":  # which asks of the positives themselves
-        assert found.loss == 0
-        assert (found.dq_QE == 0).all()
-        assert (found.dd_DE == 0).all()
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-def test_a_query_without_a_positive_counts_zero_and_does_not_spoil_the_others(kind: str) -> None:
-    case = LossCase(("q0", "q1", "q2"), ("a", "b", "c"), ((0, 0), (2, 1)))
-    q_QE, d_DE = case.embeddings()
-    found = streamed(make(kind, tile_size=2), case, q_QE, d_DE)
-    assert found.loss.isfinite()
-    assert_equal(found, defined(make(kind), case, q_QE, d_DE))
-    if kind.startswith("one direction"):
-        assert (found.dq_QE[1] == 0).all()
-        assert (found.dq_QE[0] != 0).any()
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-def test_not_a_number_reaches_the_loss(kind: str) -> None:
-    case = plain(4, 6)
-    q_QE, d_DE = (each.detach() for each in case.embeddings())
-    d_DE[5, 2] = math.nan
-    assert streamed(make(kind, tile_size=3), case, q_QE, d_DE).loss.isnan()
 
 
 @pytest.mark.parametrize("prefixes", [None, Prefixes.of([2, 5])])
@@ -141,20 +80,6 @@ def test_zero_vectors_have_the_gradient_of_the_definition(kind: str, prefixes: P
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("prefixes", [None, Prefixes.of([16, 64])])
-@pytest.mark.parametrize("kind", LOSSES)
-def test_half_precision_embeddings_are_accumulated_in_float32(
-    kind: str, prefixes: Prefixes | None, dtype: torch.dtype
-) -> None:
-    case = plain(70, 90)
-    q_QE, d_DE = (unit_rows(count, 64, seed=seed, dtype=dtype) for seed, count in enumerate((70, 90)))
-    loss = make(kind, prefixes=prefixes, tile_size=32)
-    found = streamed(loss, case, q_QE, d_DE)
-    assert (found.loss.dtype, found.dq_QE.dtype, found.dd_DE.dtype) == (torch.float32,) * 3
-    assert_equal(found, defined(loss, case, q_QE.double(), d_DE.double()), 2e-5)
-
-
 @pytest.mark.parametrize(("temperature", "noise"), [(0.05, 0.3), (0.02, 1.2)])
 def test_small_gradients_keep_their_digits_in_float32(temperature: float, noise: float) -> None:
     case = plain(6, 6)
@@ -169,17 +94,6 @@ def test_small_gradients_keep_their_digits_in_float32(temperature: float, noise:
     scale = exact.dq_QE.norm()
     assert (found.dq_QE - exact.dq_QE).norm() < 1e-4 * scale < (naive.dq_QE - exact.dq_QE).norm()
     assert found.loss.item() == pytest.approx(exact.loss.item(), rel=1e-4)
-
-
-def test_the_sharpest_temperature_overflows_nowhere() -> None:
-    case = plain(4, 6)
-    q_QE, d_DE = (unit_rows(count, 8, seed=count, dtype=torch.float32) for count in (4, 6))
-    for bidirectional in (False, True):
-        loss = InfoNCE(temperature=0.001, bidirectional=bidirectional, tile_size=3)
-        found = streamed(loss, case, q_QE, d_DE)
-        assert found.loss.isfinite()
-        assert found.dq_QE.isfinite().all()
-        assert found.dd_DE.isfinite().all()
 
 
 def test_long_embeddings_are_never_exponentiated_without_a_maximum() -> None:
@@ -235,26 +149,6 @@ def test_the_plan_knows_how_much_a_strip_keeps() -> None:
     assert streaming.STRIP_TILES == LOSS_STRIP_TILES
 
 
-def test_gradients_are_written_where_the_caller_says() -> None:
-    case, loss = plain(5, 7), make("one direction")
-    q_QE, d_DE = (each.detach() for each in case.embeddings())
-    table = torch.full((12, 5), 9.0, dtype=torch.float64)
-    found = loss.gradients(StreamedBatch(q_QE, d_DE, case.structure), None, (table[:5], table[5:]))
-    assert found.dq_QE.data_ptr() == table.data_ptr()
-    expected = defined(loss, case, q_QE, d_DE)
-    assert torch.allclose(table, torch.cat([expected.dq_QE, expected.dd_DE]), rtol=0, atol=1e-12)
-
-
-def test_two_directions_without_statistics_are_refused_and_one_needs_none() -> None:
-    case = plain(3, 3)
-    batch = StreamedBatch(*(each.detach() for each in case.embeddings()), case.structure)
-    with pytest.raises(ValueError, match="statistics of all ranks"):
-        make("both directions").gradients(batch)
-    assert make("one direction").gradients(batch).loss > 0
-    with pytest.raises(NotImplementedError, match="needs no statistics"):
-        make("sigmoid").statistics(batch)
-
-
 def test_nothing_of_the_size_of_the_matrix_is_allocated() -> None:
     num_queries, num_documents = 300, 500  # 150,000 cells
     structure = BatchStructure.of(plain(num_queries, num_documents).batch)
@@ -280,3 +174,58 @@ class _LargestTensor(torch.overrides.TorchFunctionMode):
         if isinstance(result, torch.Tensor):
             self.numel = max(self.numel, result.numel())
         return result
+
+
+def test_lengths_are_sorted_with_their_weights_and_weights_become_shares() -> None:
+    assert Prefixes.of([8, 2, 4], [1, 3, 4]) == Prefixes((2, 4, 8), (3 / 8, 4 / 8, 1 / 8))
+    assert Prefixes.of([8, 2]) == Prefixes((2, 8), (0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("dims", "weights"), [([], None), ([2, 2], None), ([0, 2], None), ([2, 4], [1.0]), ([2, 4], [1.0, 0.0])]
+)
+def test_what_cannot_be_trained_is_refused(dims: list[int], weights: list[float] | None) -> None:
+    with pytest.raises(ValueError, match="prefixes"):
+        Prefixes.of(dims, weights)
+
+
+LIKE = torch.zeros((), dtype=torch.float64)
+
+
+def summed(logits_RC: torch.Tensor, widths: tuple[int, ...]) -> LogSumExp:
+    """Sum rows tile by tile."""
+    sums = LogSumExp.empty(1, len(logits_RC), like=LIKE, bounded=False)
+    for tile in logits_RC.split(widths, dim=1):
+        sums.add_logits((0, slice(None)), tile, dim=1, scratch_RC=torch.empty_like(tile))
+    return sums
+
+
+def test_ranks_merge_in_any_order_and_by_way_of_a_common_maximum() -> None:
+    logits_RC = 50 * torch.randn(5, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits_RC[2, :4] = -math.inf  # nothing of this row on the first rank
+    parts = [summed(each, (each.shape[1],)) for each in logits_RC.split((4, 7, 1), dim=1)]
+    expected = logits_RC.logsumexp(1)
+    for first, second, third in itertools.permutations(parts):
+        assert torch.allclose(first.merge(second).merge(third).value()[0], expected, rtol=1e-13, atol=0)
+    top = torch.stack([part.max for part in parts]).amax(0)
+    total = torch.stack([part.rescaled(top) for part in parts]).sum(0)
+    assert torch.allclose(LogSumExp(top, total).value()[0], expected, rtol=1e-13, atol=0)
+
+
+def test_a_bounded_sum_of_nothing_does_not_hide_tiny_logits_of_another_rank() -> None:
+    nothing = LogSumExp.empty(1, 1, like=LIKE.float(), bounded=True)
+    tiny = LogSumExp(torch.tensor([[-150.0]]), torch.tensor([[1.0]]))
+    assert nothing.merge(tiny).value().item() == -math.inf, "or this test shows nothing"
+    assert nothing.without_idle_maxima().merge(tiny).value().item() == pytest.approx(-150.0)
+    assert torch.equal(tiny.without_idle_maxima().value(), tiny.value())
+
+
+def test_nothing_merges_with_nothing_to_nothing_and_with_something_to_that() -> None:
+    for bounded in (True, False):
+        empty = LogSumExp.empty(1, 2, like=LIKE, bounded=bounded)
+        assert (empty.value() == -math.inf).all()
+        assert (empty.merge(LogSumExp.empty(1, 2, like=LIKE, bounded=False)).value() == -math.inf).all()
+        some = summed(torch.tensor([[-800.0, -801.0], [4.0, -math.inf]], dtype=torch.float64), (2,))
+        assert torch.allclose(some.merge(LogSumExp.empty(1, 2, like=LIKE, bounded=False)).value(), some.value())
+    one = summed(torch.full((1, 3), -math.inf, dtype=torch.float64), (2, 1))
+    assert one.value().item() == -math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 from kit.picture_models import PICTURES, pools_of
 from kit.text_models import load_any
@@ -13,6 +14,7 @@ from vembed.batch import ContrastiveBatch, content_id
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.colbert import ColbertLoss
 from vembed.losses.infonce import InfoNCE
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 BUDGET = ChunkBudget(rows=2, tokens=10**6)
+NO_GRADIENT_IN_TRUTH = ("k_proj.bias", "key.bias")
+"""Attention doesn't change when the same vector is added to all keys."""
 TEXTS = ("sea", "a b", "how do I sort a list in place?", "The river runs to the sea.", "Sea, again")
 
 
@@ -138,3 +142,41 @@ def step_of_a_rank(
     gradients = {name: each.grad for name, each in encoder.named_parameters() if each.grad is not None}
     found = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in gradients.items()}
     return result.loss, found, sum(n for name, n in counted.get_comm_counts().items() if "reduce" in str(name))
+
+
+def take(encoder: Encoder, loss: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Take the gradients out and clear them."""
+    found = {}
+    for name, parameter in [*encoder.named_parameters(), *loss.named_parameters()]:
+        if parameter.grad is not None:
+            found[name] = parameter.grad.clone()
+        parameter.grad = None
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    largest = max(gradient.norm().item() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-13 * largest, name
+
+
+def assert_exact(encoder: Encoder, batch: ContrastiveBatch) -> None:
+    """Compare the engine at three retentions with one graph over the same chunks; all that trains has a gradient."""
+    pools, structure, loss = pools_of(encoder, batch), BatchStructure.of(batch), make_loss()
+    torch.manual_seed(5)
+    value = reference_step(pools, structure, loss, budget=BUDGET)
+    expected = take(encoder, loss)
+    trainable = trainable_of(encoder)
+    assert expected.keys() - {"log_scale"} == trainable.keys()
+    largest = max(gradient.norm().item() for gradient in expected.values())
+    still = {name for name, gradient in expected.items() if gradient.norm() <= 1e-12 * largest}
+    assert all(name.endswith(NO_GRADIENT_IN_TRUTH) for name in still), still
+    assert len(still) < len(trainable) / 2
+    for retain in (0.0, 0.5, 1.0):
+        torch.manual_seed(5)
+        engine = GradCacheEngine(loss, EngineOptions(BUDGET, CPU, retain=retain), list(trainable.values()))
+        result = engine.step(pools, structure)
+        assert result.loss == pytest.approx(value.item(), rel=1e-12)
+        assert result.replay_drift == 0
+        assert_same(take(encoder, loss), expected)

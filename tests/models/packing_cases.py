@@ -12,7 +12,8 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from vembed.batch import Features, Ragged
+from vembed.batch import ContrastiveBatch, Features, Ragged
+from vembed.losses.base import BatchStructure
 from vembed.models.formats import TextSpec
 from vembed.models.hub import prepare_backbone
 from vembed.models.text import TextEncoder
@@ -138,3 +139,22 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += function is torch.ops.aten._local_scalar_dense.default
         return function(*args, **(kwargs or {}))
+
+
+PAIRS = 9
+
+
+def batch() -> tuple[Features, BatchStructure]:
+    """Nine queries with a document each, of 1 to 40 tokens."""
+    random = np.random.default_rng(2)
+    ids = Ragged.from_rows([random.integers(PAD + 1, 60, 1 + 7 * row % 40) for row in range(2 * PAIRS)])
+    numbers = np.arange(PAIRS, dtype=np.int64)
+    pairs = ContrastiveBatch(
+        queries=("",) * PAIRS,
+        documents=("",) * PAIRS,
+        positives_P2=np.stack([numbers, numbers], axis=1),
+        query_ids_Q=numbers,
+        document_ids_D=numbers + 100,
+        record_ids=tuple(range(PAIRS)),
+    )
+    return Features({"input_ids": ids}, ids.lengths), BatchStructure.of(pairs)

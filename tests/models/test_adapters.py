@@ -1,16 +1,32 @@
-"""What trains of an encoder: parts of it, adapters, and what is refused."""
+"""What trains of an encoder: parts of it, adapters, exactly, and what is refused."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
-from adapter_cases import partly_trained, trainable_of
-from kit.picture_models import DUAL_BUILDERS, TINY, VISION_BUILDERS, write_open_clip, write_picture_model
+from adapter_cases import (
+    BUDGET,
+    assert_exact,
+    assert_same,
+    make_loss,
+    partly_trained,
+    picture_batch,
+    step_of_a_rank,
+    take,
+    text_batch,
+    trainable_of,
+    wake,
+)
+from kit.picture_models import DUAL_BUILDERS, TINY, VISION_BUILDERS, pools_of, write_open_clip, write_picture_model
 from kit.text_models import FAMILY_BUILDERS, load_any, write_model
 
 from vembed.errors import ConfigError, MachineError
+from vembed.gradcache.chunks import RowAssignment
+from vembed.gradcache.reference import reference_step
+from vembed.losses.base import BatchStructure
 from vembed.models.adapters import add_adapters, freeze
 from vembed.models.from_scratch import TinyClip
 from vembed.models.hub import four_bit_config
@@ -20,6 +36,8 @@ from vembed.models.tables import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kit.ranks import RankPool
 
     from vembed.models.encoder import Encoder
 
@@ -181,6 +199,63 @@ def test_adapters_need_no_memory_on_the_meta_device(folders: dict[str, Path]) ->
     add_adapters(encoder, AdapterKeys(lora_r=2))
     assert all(parameter.is_meta for parameter in encoder.parameters())
     assert sum(parameter.numel() for parameter in trainable_of(encoder).values()) == 2 * 2 * 448
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        *(("clip", what) for what in ("lora text", "vision", "text", "projection", "last_1_layers")),
+        ("bert", "last_1_layers"),
+        ("open_clip", "last_1_layers"),
+    ],
+)
+def test_the_engine_has_the_gradients_of_the_plain_step_where_a_part_trains(
+    folders: dict[str, Path], kind: str, what: str
+) -> None:
+    encoder = partly_trained(folders[kind], what)
+    wake(encoder)
+    assert_exact(encoder, text_batch() if kind == "bert" else picture_batch())
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("bert", "lora dropout"), ("clip", "lora dropout"), pytest.param("clip", "last_1_layers", marks=pytest.mark.slow)],
+)
+def test_gradient_checkpointing_trains_what_trains_without_it(folders: dict[str, Path], kind: str, what: str) -> None:
+    batch = text_batch() if kind == "bert" else picture_batch()
+    gradients = []
+    for checkpointed in (False, True):
+        encoder, loss = partly_trained(folders[kind], what, gradient_checkpointing=checkpointed), make_loss()
+        wake(encoder)
+        torch.manual_seed(5)
+        reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss, budget=BUDGET)
+        gradients.append(take(encoder, loss))
+    assert_same(gradients[1], gradients[0])
+    assert max(gradient.norm() for name, gradient in gradients[1].items() if name != "log_scale") > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_gradients_of_one_where_a_tower_is_frozen(
+    two_ranks: RankPool, folders: dict[str, Path]
+) -> None:
+    """Rank 0 has pictures alone, of whose tower nothing trains: no rank waits for its gradients."""
+    batch = picture_batch()
+    assignment = RowAssignment((np.array([5, 7, 9]), np.array([0, 1, 2, 3, 4, 6, 8])))
+    reductions = {}
+    for what in ("lora text", "vision"):
+        encoder, loss = partly_trained(folders["clip"], what).eval(), make_loss()
+        wake(encoder)
+        value = reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss)
+        expected = take(encoder, loss)
+        answers: list[Any] = two_ranks.run(step_of_a_rank, folders["clip"], what, assignment)
+        for found_value, found, _ in answers:
+            assert found_value == pytest.approx(value.item(), rel=1e-11)
+            own = {name: gradient for name, gradient in expected.items() if name in found}
+            assert own.keys() == expected.keys() - {"log_scale"}
+            assert_same(found, own)
+        reductions[what] = {count for _, _, count in answers}
+    assert reductions["lora text"] == reductions["vision"], "reductions depend on what trains"
+    assert len(reductions["vision"]) == 1
 
 
 @pytest.mark.parametrize(

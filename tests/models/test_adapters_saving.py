@@ -1,23 +1,43 @@
-"""What is kept of an encoder of which a part trains: the merged model, the adapters, and what a checkpoint holds."""
+"""What is kept of an encoder of which a part trains: adapters, checkpoints, frozen weights of 16 and of 4 bits.
+
+Frozen matrices in bfloat16 under mixed precision give the same numbers from half the bytes, and none of it is in a
+file. bitsandbytes computes on the CPU too, only slowly.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from adapter_cases import partly_trained, trainable_of, wake
 from kit.picture_models import PICTURES, vectors, write_open_clip, write_picture_model
-from kit.text_models import TEXTS, write_model
+from kit.text_models import TEXTS, embed, load, wordpiece_tokenizer, write_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoModel, BertConfig, BertModel
 
+from vembed.config.load import load_config
+from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
-from vembed.models.adapters import add_adapters, base_fingerprint, changing_names, has_adapters, save_trained
+from vembed.models.adapters import (
+    add_adapters,
+    base_fingerprint,
+    changing_names,
+    merge_adapters,
+    narrow_frozen,
+    save_trained,
+)
+from vembed.models.hub import four_bit_config
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
-from vembed.training.saving import load_module, module_tensors
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
+from vembed.plan.devices import parse_devices
+from vembed.plan.plan import make_plan
+from vembed.plan.problem import DataSize
+from vembed.training.saving import gather_encoder, load_module, model_bytes, module_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,19 +45,20 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Encoder
 
 
+TEXT_KINDS = ("bert", "modernbert", "qwen3", "gpt2", "t5", "bidirectional gemma3")
+HALF = torch.bfloat16
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("saving")
-    texts = {kind: write_model(root / kind, kind) for kind in ("bert", "gpt2")}
-    return {
-        **texts,
-        "clip": write_picture_model(root / "clip", "clip"),
-        "open_clip": write_open_clip(root / "open_clip"),
-    }
+    made = {kind: write_model(root / kind, kind) for kind in TEXT_KINDS}
+    made |= {kind: write_picture_model(root / kind, kind) for kind in ("clip", "siglip", "vit")}
+    return made | {"open_clip": write_open_clip(root / "open_clip")}
 
 
-def adapted(folder: Path, dtype: torch.dtype = torch.float32) -> Encoder:
-    encoder = partly_trained(folder, "lora", dtype=dtype).eval()
+def adapted(folder: Path, dtype: torch.dtype = torch.float32, what: str = "lora") -> Encoder:
+    encoder = partly_trained(folder, what, dtype=dtype).eval()
     wake(encoder)
     return encoder
 
@@ -45,33 +66,6 @@ def adapted(folder: Path, dtype: torch.dtype = torch.float32) -> Encoder:
 def encode(encoder: Encoder) -> Any:
     items = (*(TEXTS if "text" in encoder.modalities else ()), *(PICTURES if "image" in encoder.modalities else ()))
     return vectors(encoder.eval(), items)
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    (path,) = folder.glob("*.safetensors")
-    return load_file(path)
-
-
-@pytest.mark.parametrize("kind", ["bert", "open_clip"])
-def test_the_merged_model_is_one_as_any_other_and_has_the_vectors_of_the_adapted_one(
-    folders: dict[str, Path], tmp_path: Path, kind: str
-) -> None:
-    encoder = adapted(folders[kind])
-    expected = encode(encoder)
-    assert (encode(load_encoder(ModelKeys(model_name=str(folders[kind])))) - expected).abs().max() > 1e-3, (
-        "nothing was adapted"
-    )
-    save_trained(encoder, tmp_path / "model", tmp_path / "adapter")
-    assert not has_adapters(encoder)
-    assert (encode(encoder) - expected).abs().max() < 1e-5, "what is evaluated afterwards"
-    assert (encode(load_encoder(ModelKeys(model_name=str(tmp_path / "model")))) - expected).abs().max() < 1e-5
-    base, merged = weights_of(folders[kind]), weights_of(tmp_path / "model")
-    assert {name: (each.shape, each.dtype) for name, each in merged.items()} == {
-        name: (each.shape, each.dtype) for name, each in base.items() if not name.startswith("pooler") or name in merged
-    }
-    changed = {name for name in merged if not torch.equal(merged[name], base[name])}
-    assert 0 < len(changed) < len(merged)
-    assert all(merged[name].ndim == 2 for name in changed)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", pytest.param("clip", marks=pytest.mark.slow), "open_clip"])
@@ -161,3 +155,125 @@ def test_options_reach_the_adapters_as_they_were_given(folders: dict[str, Path])
     assert layer.lora_dropout["default"].p == 0.25
     assert layer.lora_A["default"].weight.shape == (4, 32)
     assert layer.lora_B["default"].weight.abs().max() == 0
+
+
+def computed(encoder: Encoder) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return embeddings and gradients in mixed precision."""
+    items = (*(TEXTS if "text" in encoder.modalities else ()), *(PICTURES if "image" in encoder.modalities else ()))
+    with torch.autocast("cpu", HALF):
+        z = vectors.__wrapped__(encoder, items)  # type: ignore[attr-defined]  # it switches gradients off
+    z.float().square().cumsum(0).sum().backward()
+    return z.detach(), {name: each.grad for name, each in encoder.named_parameters() if each.requires_grad}
+
+
+@pytest.mark.parametrize("what", ["lora", pytest.param("last_1_layers", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [*TEXT_KINDS, "clip", "siglip", "vit", "open_clip"])
+def test_no_embedding_and_no_gradient_differs_by_a_bit(folders: dict[str, Path], kind: str, what: str) -> None:
+    plain, narrow = adapted(folders[kind], what=what), adapted(folders[kind], what=what)
+    count = narrow_frozen(narrow, HALF)
+    assert count > 0
+    held = {parameter.dtype for parameter in narrow.parameters() if not parameter.requires_grad}
+    assert held == {HALF, torch.float32}
+    assert all(parameter.dtype == torch.float32 for parameter in narrow.parameters() if parameter.requires_grad)
+    names = {name for name, parameter in narrow.named_parameters() if parameter.dtype == HALF}
+    assert not [name for name in names if "norm" in name.lower() or "embed" in name or name.endswith("bias")]
+    (z, gradients), (narrow_z, narrow_gradients) = computed(plain), computed(narrow)
+    assert torch.equal(z, narrow_z)
+    assert gradients.keys() == narrow_gradients.keys()
+    for name, gradient in gradients.items():
+        assert (gradient is None) == (narrow_gradients[name] is None)
+        assert gradient is None or torch.equal(gradient, narrow_gradients[name]), name
+    assert model_bytes(narrow) == model_bytes(plain), "what is written is not narrowed"
+
+
+def test_nothing_is_narrowed_without_mixed_precision_or_where_all_trains(folders: dict[str, Path]) -> None:
+    for dtype in (None, torch.float16):
+        assert narrow_frozen(adapted(folders["bert"]), dtype) == 0
+    assert narrow_frozen(load_encoder(ModelKeys(model_name=str(folders["bert"]))), HALF) == 0
+
+
+def test_what_is_written_has_the_weights_of_the_files_and_float32_sums(folders: dict[str, Path]) -> None:
+    plain, narrow = adapted(folders["bert"]), adapted(folders["bert"])
+    narrow_frozen(narrow, HALF)
+    fresh = partly_trained(folders["bert"], "lora", dtype=torch.float32).eval()
+    whole = gather_encoder(narrow, Ranks(), lambda: fresh)
+    assert whole is fresh
+    for encoder in (plain, whole):
+        merge_adapters(encoder)
+    expected = plain.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in whole.state_dict().items())
+    assert {tensor.dtype for tensor in whole.state_dict().values()} == {torch.float32}
+
+
+def test_weights_that_were_changed_behind_a_run_are_not_merged_with_its_adapters(folders: dict[str, Path]) -> None:
+    narrow, fresh = (partly_trained(folders["bert"], "lora", dtype=torch.float32) for _ in range(2))
+    narrow_frozen(narrow, HALF)
+    narrow.trained = replace(narrow.trained, base="of the start")
+    fresh.trained = replace(fresh.trained, base="of today")
+    with pytest.raises(ConfigError, match="is no longer the model that training began with"):
+        gather_encoder(narrow, Ranks(), lambda: fresh)
+
+
+@pytest.mark.slow
+def test_the_plan_counts_two_bytes_for_each_and_says_so(folders: dict[str, Path]) -> None:
+    keys = ModelKeys(model_name=str(folders["qwen3"]))
+    sizes = [profile_model(keys, ProfileTarget("cuda", dtype), lora=AdapterKeys()) for dtype in (HALF, None)]
+    half, full = (size.adapted for size in sizes)
+    assert half is not None
+    assert full is not None
+    encoder = adapted(folders["qwen3"])
+    assert half.narrowed == narrow_frozen(encoder, HALF) > 0
+    assert full.narrowed == sizes[0].narrowed == 0
+    without = replace(sizes[0], adapted=replace(half, narrowed=0))
+    config = load_config(None, ["model_name=m", "use_lora=true", "bf16=true"]).config
+    spread = parse_devices("1xA100-40GB")
+    machine, data = spread.machine(8), DataSize(100, 1.0)
+    plans = [make_plan(config, machine, size, data, devices=spread) for size in (sizes[0], without)]
+    weights, before = (plan.bytes_per_device.parameters for plan in plans)
+    assert before - weights == 2 * half.narrowed
+    assert [sum(reason.startswith("frozen weights: ") for reason in plan.reasons) for plan in plans] == [1, 0]
+
+
+def test_adapters_train_beside_four_bits_and_leave_an_ordinary_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install -e .[qlora]")
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, vocab_size=192,
+        max_position_embeddings=64, pad_token_id=0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    BertModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "base")
+    wordpiece_tokenizer().save_pretrained(tmp_path / "base")
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: True)
+        settings = four_bit_config()
+    monkeypatch.setattr("vembed.models.hub.four_bit_config", lambda: settings)
+    encoder: Any = load(tmp_path / "base", load_in_4bit=True).train()
+    weight = encoder.backbone.encoder.layer[0].attention.self.query.weight
+    assert weight.dtype == torch.uint8
+    assert weight.numel() == 128 * 128 / 2
+    difference = (embed(encoder) - embed(load(tmp_path / "base"))).abs().max()
+    assert 1e-5 < difference < 0.05, "4 bits round, and not beyond recognition"
+
+    add_adapters(encoder, AdapterKeys(lora_r=4))
+    assert len(changing_names(encoder) or ()) == 2 * 2 * 6
+    assert base_fingerprint(encoder)
+    total = sum(parameter.numel() for parameter in load(tmp_path / "base").parameters()) + 14_336
+    assert f"14,336 of {total:,} parameters" in encoder.trained.words
+    with torch.no_grad():
+        for name, parameter in encoder.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.05)
+    features = encoder.featurize(("a b", "sea"), "query")
+    encoder(encoder.collate(features, torch.arange(2).numpy(), int(features.lengths.max()))).sum().backward()
+    assert {name for name, parameter in encoder.named_parameters() if parameter.grad is not None} == {
+        name for name, parameter in encoder.named_parameters() if parameter.requires_grad
+    }
+    adapted = embed(encoder)
+    save_trained(encoder, tmp_path / "model", tmp_path / "adapter")
+    other = load(tmp_path / "model")
+    assert {parameter.dtype for parameter in other.parameters()} == {torch.float32}
+    assert not hasattr(other.backbone.config, "quantization_config")
+    assert (embed(other) - embed(encoder)).abs().max() < 1e-6
+    assert (embed(other) - adapted).abs().max() < 1e-3, "products in bfloat16 against those in float32"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,9 @@ from vembed.errors import ConfigError
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.tables import NgramBag, NgramBagConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CORPUS = [f"{text} {number} lorem{number % 7} ipsum{number % 5}" for number in range(60) for text in TEXTS]
 
@@ -100,6 +103,12 @@ def test_a_bag_counts_texts_over_its_words(bag: NgramBag) -> None:
     cut, whole = (features.take(np.array([row])).columns["grams"].values for row in (1, 0))
     assert np.array_equal(cut, whole)
     assert features.lengths[2] == 1
+
+
+def test_a_bag_is_read_back_with_its_whole_shape(tmp_path: Path) -> None:
+    config = NgramBagConfig(dimension=16, buckets=512, max_words=7, longest=4)
+    NgramBag(config).save(tmp_path)
+    assert load_encoder(ModelKeys(model_name=str(tmp_path))).config == config
 
 
 def test_a_bag_refuses_gradient_checkpointing_and_the_transformer_takes_it() -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from adapter_cases import wake
 from kit.late_models import (
     DIMENSION,
     DOCUMENTS,
@@ -26,9 +25,9 @@ from safetensors.torch import load_file, save_file
 import vembed
 from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError
-from vembed.models.adapters import add_adapters, changing_names, freeze, save_trained
+from vembed.models.adapters import freeze
 from vembed.models.export import ExportRequest, export_model
-from vembed.models.keys import AdapterKeys, ModelKeys
+from vembed.models.keys import ModelKeys
 from vembed.models.late import TokenHead, new_layer
 from vembed.models.measure import ProfileTarget
 from vembed.models.profile import profile_model
@@ -233,28 +232,6 @@ def test_pooling_of_documents_may_be_written_as_the_library_leaves_it_out(
             load_any(tmp_path / "model")
     else:
         assert load_any(tmp_path / "model").head.pool_factor == 2
-
-
-def test_adapters_train_beside_a_new_head_and_are_merged_into_an_equal_model(bert: Path, tmp_path: Path) -> None:
-    encoder = late(bert)
-    add_adapters(encoder, AdapterKeys(lora_r=2))
-    wake(encoder)
-    trained = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
-    assert "head.layers.0.linear.weight" in trained
-    assert changing_names(encoder) == trained
-    assert {name.split(".")[-3] for name in trained - {"head.layers.0.linear.weight"}} == {"lora_A", "lora_B"}
-    assert "and head:" in encoder.trained.words
-    assert encoder.trained.words.endswith("; adapter/ holds the adapters alone, model/ head too")
-    with torch.no_grad():
-        encoder.head.layers[0].linear.weight *= -1.5
-    wanted = {side: rows_of(encoder.eval(), texts, side) for side, texts in SIDES.items()}
-    save_trained(encoder, tmp_path / "model", tmp_path / "adapter")
-    again = load_any(tmp_path / "model").eval()
-    for side, texts in SIDES.items():
-        for one, other in zip(rows_of(again, texts, side), wanted[side], strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-    add_adapters(again, AdapterKeys(lora_r=2))  # a model that has its head keeps it as it is
-    assert not again.head.layers[0].linear.weight.requires_grad
 
 
 def test_a_cut_query_is_told_the_limit_of_queries(bert: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ import torch
 from adapter_cases import CPU, make_loss, partly_trained, picture_batch, text_batch, trainable_of, wake
 from kit.picture_models import pools_of, write_open_clip, write_picture_model
 from kit.text_models import write_model
-from test_packing_engine import batch
+from packing_cases import batch
 from torch._dynamo.utils import counters
 
 from vembed.errors import ConfigError, MachineError

@@ -15,19 +15,16 @@ from kit.text_models import TEXTS, load_any, write_model
 
 from vembed.batch import Composed, Features, Image, content_id
 from vembed.errors import DataError
-from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.composed import join_features
 from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.vectors.encode import ItemEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Item
 
-CPU = torch.device("cpu")
 KINDS = (*DUAL_BUILDERS, "tiny-clip", "open_clip", "two models")
 SHIRTS = tuple(Composed((image,), text) for image, text in zip(PICTURES, TEXTS, strict=False))
 
@@ -57,17 +54,6 @@ def test_the_vector_is_the_normalised_sum_of_the_units_of_both_parts(folders: di
     assert torch.allclose(found, F.normalize(images + texts, dim=-1), atol=1e-9)
     assert (found - images).norm(dim=-1).min() > 1e-3
     assert (found - texts).norm(dim=-1).min() > 1e-3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_gives_the_same_vector_in_chunks_of_any_size_beside_any_items(
-    folders: dict[str, Path], kind: str
-) -> None:
-    encoder = load(folders[kind], dtype=torch.float64)
-    items: list[Item] = [TEXTS[0], *SHIRTS, PICTURES[0], *SHIRTS[::-1]]
-    alone = vectors(encoder, items).float().numpy()
-    for rows in (1, 2, 7):
-        assert np.allclose(ItemEncoder(encoder, ChunkBudget(rows, 10_000), CPU)(items, "query"), alone, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["vit", "text"])

@@ -6,15 +6,13 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, get_args
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from adapter_cases import partly_trained, picture_batch, trainable_of, wake
+from adapter_cases import assert_exact, partly_trained, picture_batch, trainable_of, wake
 from kit.picture_models import PICTURES, opened, vectors, write_picture_model
 from kit.text_models import TEXTS, load_any, write_model
 from safetensors.torch import load_file
-from test_adapters_engine import assert_exact
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from vembed.batch import Composed
@@ -129,14 +127,12 @@ def test_blocks_of_both_towers_are_gathered_one_at_a_time(folders: dict[str, Pat
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_what_is_saved_loads_equal_bit_for_bit_and_each_tower_in_its_own_library(
+def test_each_tower_of_what_is_saved_is_a_model_of_its_own_library(
     folders: dict[str, Path], tmp_path: Path, pair: str
 ) -> None:
     encoder = load_any(folders[pair]).eval()
     encoder.save(tmp_path / "again")
     again = load_any(tmp_path / "again").eval()
-    items = [*TEXTS, *PICTURES]
-    assert torch.equal(vectors(again, items), vectors(encoder, items))
     assert isinstance(again, ComposedTowers)
     assert again.names == (PAIRS[pair][0], PAIRS[pair][1].replace(" ", "-"))
     for part, own in (("text", TEXTS), ("image", PICTURES)):
@@ -146,16 +142,6 @@ def test_what_is_saved_loads_equal_bit_for_bit_and_each_tower_in_its_own_library
         AutoModel.from_pretrained(tmp_path / "again" / part)
     AutoTokenizer.from_pretrained(tmp_path / "again" / "text")
     AutoImageProcessor.from_pretrained(tmp_path / "again" / "image")
-
-
-@pytest.mark.slow
-def test_the_text_tower_has_its_vectors_in_sentence_transformers(folders: dict[str, Path]) -> None:
-    from sentence_transformers import SentenceTransformer
-
-    encoder: Any = load_any(folders["bert + dinov2"]).eval()
-    model = SentenceTransformer(str(folders["bert + dinov2"] / "text"), device="cpu")
-    found = model.encode([text.strip() for text in TEXTS])
-    assert np.abs(found - vectors(encoder.text, TEXTS).numpy()).max() < 1e-5
 
 
 @pytest.mark.parametrize("towers", ["all", "text"])
@@ -186,21 +172,6 @@ def test_a_frozen_image_tower_keeps_its_vectors(folders: dict[str, Path]) -> Non
     assert all(name.startswith(("text.", "projections.text.")) for name in trainable_of(encoder))
     modes = {part: each.backbone.training for part, each in encoder.parts().items()}
     assert modes == {"text": True, "image": False}, "what is frozen drops nothing"
-
-
-@pytest.mark.slow
-def test_the_plan_knows_both_towers(folders: dict[str, Path]) -> None:
-    keys = ModelKeys(text_model_name=str(folders["bert"]), image_model_name=str(folders["vit"]), projection_dim=16)  # type: ignore[call-arg]
-    size, encoder = profile_model(keys, ProfileTarget()), load_encoder(keys)
-    assert not size.estimated
-    assert size.dimension == 16
-    assert size.checkpointable
-    assert [(each.name, each.items) for each in size.towers] == [("text", "texts"), ("vision", "pictures")]
-    assert sum(each.num_parameters for each in size.towers) == size.num_parameters
-    assert size.num_parameters == sum(each.numel() for each in encoder.parameters())
-    assert size.picture_bytes > 0
-    assert encoder.describe()["towers"] == "bert (texts) + vit (pictures)"
-    assert "32 (texts) and 32 (pictures) to 16 dims" in encoder.describe()["projections"]
 
 
 @pytest.mark.slow

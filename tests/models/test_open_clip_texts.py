@@ -299,22 +299,6 @@ def test_a_failing_call_leaves_the_model_whole() -> None:
     assert torch.equal(vectors(encoder, TEXTS), expected)
 
 
-@pytest.mark.parametrize("name", ["CLIP", "CustomTextCLIP"])
-def test_under_autocast_cut_texts_are_as_near_as_padded_ones(name: str) -> None:
-    exact = vectors(build(name), TEXTS)
-    encoder = build(name, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        cut = vectors(encoder, TEXTS)
-    assert cut.dtype == torch.float32
-    assert (cut - exact).abs().max() < 0.05
-    batch = batch_of()
-    encoder.train()
-    loss = InfoNCE(temperature=0.1, bidirectional=True)
-    options = EngineOptions(ChunkBudget(rows=2, tokens=10_000), CPU, autocast_dtype=torch.bfloat16)
-    GradCacheEngine(loss, options).step(pools_of(encoder, batch), BatchStructure.of(batch))  # it checks the replay
-    assert all(torch.isfinite(gradient).all() for gradient in gradients(encoder).values())
-
-
 def test_a_picture_with_a_text_is_padded_to_its_text_alone() -> None:
     encoder = build("CLIP")
     items = [Composed((picture_of(n),), text) for n, text in enumerate(["a dog", "a small green house"])]

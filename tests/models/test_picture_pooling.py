@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from adapter_cases import make_loss, partly_trained, step_of_a_rank, wake
-from kit.picture_models import PICTURES, opened, picture, pools_of, vectors, write_picture_model
+from kit.picture_models import PICTURES, opened, vectors, write_picture_model
 from kit.text_models import load_any, write_model
 from sentence_transformers import SentenceTransformer
-from test_adapters_engine import assert_exact, assert_same, take
 from transformers import AutoImageProcessor, AutoModel, ViTMAEModel
 
-from vembed.batch import ContrastiveBatch
 from vembed.errors import ConfigError
-from vembed.gradcache.chunks import RowAssignment
-from vembed.gradcache.reference import reference_step
-from vembed.losses.base import BatchStructure
-from vembed.models.adapters import add_adapters, merge_adapters
+from vembed.models.adapters import add_adapters
 from vembed.models.keys import AdapterKeys
 from vembed.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kit.ranks import RankPool
 
 OTHERS = [
     ("vit", "mean"), ("vit", "head"), ("dinov2", "mean"), ("dinov3", "mean"), ("dinov3 convnext", "mean"),
@@ -46,19 +38,6 @@ def load(folder: Path, **keys: Any) -> VisionEncoder:
     encoder = load_any(folder, **keys)
     assert isinstance(encoder, VisionEncoder)
     return encoder.eval()
-
-
-def pictures_batch() -> ContrastiveBatch:
-    """Five pictures of unequal sizes that search five others."""
-    numbers = np.arange(5, dtype=np.int64)
-    return ContrastiveBatch(
-        queries=PICTURES,
-        documents=tuple(picture(50 + number, (20 + 9 * number, 64)) for number in range(5)),
-        positives_P2=np.stack([numbers, numbers], axis=1),
-        query_ids_Q=numbers,
-        document_ids_D=numbers + 100,
-        record_ids=tuple(range(5)),
-    )
 
 
 @pytest.mark.parametrize(("kind", "pooling"), OTHERS)
@@ -86,25 +65,6 @@ def test_the_key_decides_and_the_written_folder_says_so(
     assert (theirs - found).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize(("kind", "pooling"), [("vit", "head"), ("mae", "mean"), ("siglip vision", "mean")])
-def test_the_engine_has_the_gradients_of_the_plain_step(folders: dict[str, Path], kind: str, pooling: str) -> None:
-    encoder = load(folders[kind], dtype=torch.float64, pooling_method=pooling).train()
-    assert_exact(encoder, pictures_batch())
-
-
-@pytest.mark.parametrize("kind", ["mae", "timm eva02"])
-def test_adapters_train_and_are_merged_into_the_folder(tmp_path: Path, kind: str) -> None:
-    folder = write_picture_model(tmp_path / "model", kind)
-    encoder = partly_trained(folder, "lora")
-    wake(encoder)
-    assert_exact(encoder, pictures_batch())
-    adapted = vectors(encoder.eval(), PICTURES)
-    merge_adapters(encoder)
-    encoder.save(tmp_path / "merged")
-    assert torch.allclose(vectors(load(tmp_path / "merged", dtype=torch.float64), PICTURES), adapted, atol=1e-9)
-    assert (vectors(load(folder, dtype=torch.float64), PICTURES) - adapted).abs().max() > 1e-3
-
-
 def test_an_attention_of_timm_that_reads_its_weights_past_the_layer_gets_no_adapter_there(tmp_path: Path) -> None:
     folder = write_picture_model(tmp_path, "timm eva02")
     with pytest.raises(ConfigError, match=r"qkv of .* past which its attention reads the weights"):
@@ -112,21 +72,6 @@ def test_an_attention_of_timm_that_reads_its_weights_past_the_layer_gets_no_adap
     encoder = load(folder)
     add_adapters(encoder, AdapterKeys())
     assert "on fc1, fc2, proj of the vision tower" in encoder.trained.words
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [None, "fast", "sharded"])
-@pytest.mark.parametrize("kind", ["mae", "dinov3 convnext"])
-def test_two_ranks_have_the_gradients_of_one(
-    two_ranks: RankPool, folders: dict[str, Path], kind: str, mode: Any
-) -> None:
-    encoder, loss, batch = load(folders[kind], dtype=torch.float64), make_loss(), pictures_batch()
-    value = reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss)
-    expected = take(encoder, loss)
-    assignment = RowAssignment((np.array([0, 2, 5]), np.array([1, 3, 4, 6, 7, 8, 9])))
-    for found_value, found, _ in two_ranks.run(step_of_a_rank, folders[kind], "eval", assignment, batch, mode):
-        assert found_value == pytest.approx(value.item(), rel=1e-11)
-        assert_same(found, {name: expected[name] for name in expected.keys() - {"log_scale"}})
 
 
 def test_mae_masks_nothing_and_draws_nothing(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -108,20 +108,6 @@ def test_a_call_takes_what_was_measured_without_the_model(folder: Path, content:
         assert size.peak(rows, inputs.width, checkpointed=False) == pytest.approx(peak, rel=0.02)
 
 
-@pytest.mark.slow
-def test_parameters_are_counted_tower_by_tower(folder: Path) -> None:
-    options = shape(folder, CLIP)
-    real = load_skeleton(options, device="cpu")
-    size = profile_model(options, CPU)
-    assert not size.estimated
-    assert size.num_parameters == sum(each.numel() for each in real.parameters())
-    assert size.num_trainable == size.num_parameters - 1  # the loss has a temperature of its own
-    assert {tower.name: tower.items for tower in size.towers} == {"text": "texts", "vision": "pictures"}
-    assert sum(tower.num_parameters for tower in size.towers) == size.num_trainable
-    assert size.towers[0].largest_tensor == 5000 * 64
-    assert size.towers[1].max_tokens == 17
-
-
 def test_checkpointing_keeps_little_and_takes_the_rest_of_one_layer_again(folder: Path) -> None:
     size = profile_model(shape(folder, BERT), CPU)
     (tower,) = size.towers

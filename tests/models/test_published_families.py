@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from adapter_cases import wake
 from kit.text_models import TEXTS, edit_json, embed, load, load_any, write_model
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
@@ -19,8 +18,6 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize,
 from tokenizers import pre_tokenizers
 from transformers import AutoModel, AutoModelForTextEncoding, AutoTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
-from vembed.models.adapters import add_adapters, save_trained
-from vembed.models.keys import AdapterKeys
 from vembed.models.text_spec import PROMPT_FAMILIES, known_prompts
 
 if TYPE_CHECKING:
@@ -151,6 +148,7 @@ def test_vectors_are_those_of_the_published_rule_whichever_side_is_padded(folder
     published, encoder = PUBLISHED[name], load(folders[name])
     rule, theirs = Rule(folders[name], published), SentenceTransformer(str(folders[name]), device="cpu")
     sides: dict[Side, str] = {"query": published.query, "document": published.document}
+    assert encoder.prompts == sides
     for side, prompt in sides.items():
         found = embed(encoder, side=side)
         for padding_side in ("right", "left"):
@@ -171,24 +169,6 @@ def test_a_cut_text_and_an_empty_one_keep_the_end_token(folders: dict[str, Path]
     ids = features.columns["input_ids"]
     assert (features.num_truncated, int(features.lengths.max())) == (1, LENGTH)
     assert [int(ids.values[stop - 1]) for stop in ids.offsets[1:]] == [end, end]
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_saved_model_keeps_vectors_and_prompts_with_adapters_too(
-    folders: dict[str, Path], tmp_path: Path, name: str
-) -> None:
-    encoder = load(folders[name])
-    encoder.save(tmp_path / "whole")
-    again = load(tmp_path / "whole")
-    assert again.prompts == encoder.prompts == {"query": PUBLISHED[name].query, "document": PUBLISHED[name].document}
-    assert torch.equal(embed(again), embed(encoder))
-    before = embed(encoder)
-    add_adapters(encoder, AdapterKeys(lora_r=2, lora_dropout=0.0))
-    wake(encoder)
-    adapted = embed(encoder)
-    assert (adapted - before).abs().max() > 1e-3
-    save_trained(encoder, tmp_path / "merged", tmp_path / "adapter")
-    assert (embed(load(tmp_path / "merged")) - adapted).abs().max() <= 1e-5
 
 
 KNOWN = {

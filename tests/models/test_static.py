@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from adapter_cases import CPU, make_loss, text_batch
+from adapter_cases import CPU, make_loss, take, text_batch
 from kit.picture_models import pools_of
 from kit.text_models import TEXTS, embed, load_any, wordpiece_tokenizer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, StaticEmbedding
-from test_adapters_engine import take
 
 from vembed.errors import ConfigError
 from vembed.gradcache.chunks import ChunkBudget
@@ -66,15 +65,6 @@ def assert_same_vectors(
         assert (embed(ours, texts, side=side) - expected).abs().max() <= 1e-5  # type: ignore[arg-type]
 
 
-def test_the_vectors_are_averages_of_the_tables_rows(tmp_path: Path) -> None:
-    written(tmp_path / "model", Normalize())
-    table = load_file(tmp_path / "model" / "model.safetensors")["embedding.weight"]
-    ids = [wordpiece_tokenizer()(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-    means = torch.stack([table[row].mean(dim=0) for row in ids])
-    expected = means / means.norm(dim=1, keepdim=True)
-    assert (embed(load(tmp_path / "model")) - expected).abs().max() <= 1e-6
-
-
 def test_a_model_of_model2vec_shares_and_weights_its_rows(tmp_path: Path) -> None:
     written(tmp_path / "model", Normalize())
     path = tmp_path / "model" / "model.safetensors"
@@ -106,16 +96,6 @@ def test_a_table_pads_nothing(folder: Path) -> None:
     engine = GradCacheEngine(make_loss(), EngineOptions(budget, CPU))
     result = engine.step([replace(pool, packs=encoder.packs)], structure)
     assert result.padded_tokens == pool.features.lengths.sum()
-
-
-def test_a_limit_cuts_counts_and_is_written(folder: Path, tmp_path: Path) -> None:
-    encoder = load(folder, max_seq_length=4)
-    assert encoder.max_length == 4
-    features = encoder.featurize(["a b", "a b c d e", "a b c d"], "document")
-    assert (features.lengths.tolist(), features.num_truncated) == ([2, 4, 4], 1)
-    encoder.save(tmp_path)
-    assert load(tmp_path).max_length == 4
-    assert_same_vectors(SentenceTransformer(str(tmp_path), device="cpu"), encoder)
 
 
 def test_prompts_may_be_given(folder: Path) -> None:

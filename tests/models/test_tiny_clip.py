@@ -15,12 +15,10 @@ from kit.text_models import TEXTS, load_any
 
 from vembed.batch import Augmentation
 from vembed.errors import ConfigError
-from vembed.gradcache.chunks import ChunkBudget, plan_chunks
 from vembed.models import from_scratch
 from vembed.models.from_scratch import TinyClip, TinyClipConfig
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.models.profile import model_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,26 +131,6 @@ def test_a_picture_that_is_changed_takes_no_room_of_those_that_come_back() -> No
     assert list(encoder._pixels) == [PICTURES[1]]
 
 
-def test_a_chunk_of_pictures_holds_the_activations_that_the_plan_counts() -> None:
-    encoder, saved = build(), 0
-    features = encoder.featurize([picture(seed) for seed in range(40)], "document")
-    per_token = model_size(encoder, compute_dtype=torch.float32).activation_bytes_per_token
-    chunk = plan_chunks(features.lengths, ChunkBudget(rows=512, tokens=32 * encoder.picture_tokens))[0]
-    seen: set[int] = set()
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal saved
-        if tensor.data_ptr() not in seen and not tensor.is_leaf:
-            saved += tensor.nbytes
-            seen.add(tensor.data_ptr())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        encoder(encoder.collate(features, chunk.rows, chunk.width))
-    assert len(chunk.rows) == 32
-    assert 0.5 < saved / (per_token * chunk.padded_tokens) <= 1.1
-
-
 def test_a_text_costs_about_its_words_and_never_more_than_a_long_one() -> None:
     encoder = build()
     lengths = encoder.featurize(["a red circle", "red " * 30, "red " * 500], "query").lengths
@@ -180,23 +158,3 @@ def test_a_folder_of_another_architecture_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="the model is of architecture 1, and this version of vembed has 2"):
         load_encoder(ModelKeys(model_name=str(tmp_path)))
-
-
-@pytest.mark.slow
-def test_it_learns_which_caption_belongs_to_which_picture() -> None:
-    encoder = build()
-    captions, pictures = [f"picture number {seed}" for seed in range(12)], [picture(seed) for seed in range(12)]
-    optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-3)
-    before = (vectors(encoder, captions) @ vectors(encoder, pictures).T).argmax(1)
-    for _ in range(30):
-        z = [
-            encoder(encoder.collate(features, np.arange(12), 64))
-            for features in (encoder.featurize(captions, "query"), encoder.featurize(pictures, "document"))
-        ]
-        loss = torch.nn.functional.cross_entropy(20 * z[0] @ z[1].T, torch.arange(12))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    after = (vectors(encoder, captions) @ vectors(encoder, pictures).T).argmax(1)
-    assert (before == torch.arange(12)).sum() < 6
-    assert torch.equal(after, torch.arange(12))

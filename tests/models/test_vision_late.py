@@ -15,9 +15,8 @@ from vision_language_cases import RETRIEVAL_BUILDERS, write_vision_language
 
 from vembed.batch import Composed, Image
 from vembed.errors import ConfigError, DataError
-from vembed.models.adapters import add_adapters, changing_names
+from vembed.models.adapters import changing_names
 from vembed.models.exportable import writable_forms
-from vembed.models.keys import AdapterKeys
 from vembed.models.vision_late import VisionLateEncoder
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def test_a_pooling_of_the_vectors_is_refused(folders: dict[str, Path]) -> None:
         load(folders["colpali"], pooling_method="mean")
 
 
-@pytest.mark.parametrize("what", ["lora", "lora text", "vision", "text", "last_1_layers"])
+@pytest.mark.parametrize("what", ["lora", "lora text", "lora vision", "vision", "text", "last_1_layers"])
 def test_a_new_head_trains_whatever_else_does(folders: dict[str, Path], tmp_path: Path, what: str) -> None:
     name = "head.layers.0.linear.weight"
     encoder = partly_trained(folders["qwen3_vl"], what, **NEW)
@@ -112,10 +111,3 @@ def test_a_new_head_trains_whatever_else_does(folders: dict[str, Path], tmp_path
     encoder.save(tmp_path)
     if what == "vision":  # a model that has its head keeps it as it is
         assert not partly_trained(tmp_path, what).get_parameter(name).requires_grad
-
-
-def test_a_new_head_trains_beside_adapters_of_the_tower_for_pictures(folders: dict[str, Path]) -> None:
-    encoder = load(folders["qwen3_vl"], **NEW)
-    add_adapters(encoder, AdapterKeys(lora_r=2, lora_towers="vision"))
-    assert encoder.get_parameter("head.layers.0.linear.weight").requires_grad
-    assert "and head:" in encoder.trained.words

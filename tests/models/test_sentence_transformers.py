@@ -1,15 +1,32 @@
-"""A folder that sentence-transformers wrote gives its own vectors here."""
+"""Folders of sentence-transformers give its own vectors here, run by vembed or by the library, or are refused."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from kit.text_models import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, wordpiece_tokenizer, write_model
+from kit.text_models import (
+    POSITIONS,
+    TEXTS,
+    byte_tokenizer,
+    edit_json,
+    embed,
+    load,
+    load_any,
+    wordpiece_tokenizer,
+    write_model,
+)
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import (
+    Dense,
+    LayerNorm,
+    Normalize,
+    Pooling,
+    Transformer,
+)
 
 from vembed.errors import ConfigError
 from vembed.models import checked_files
@@ -22,6 +39,7 @@ from vembed.models.text import TextEncoder
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
 
 PROMPTS = {"query": "find this: ", "document": "text: "}
 LONG = (*TEXTS, "word " * 80)
@@ -54,14 +72,11 @@ def assert_same_vectors(theirs: SentenceTransformer, folder: Path, *, normalized
         assert (found - expected).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("mode", POOLING_MODES)
-def test_every_pooling_mode(transformers_folder: Path, tmp_path: Path, mode: str) -> None:
-    theirs = written(tmp_path / "model", [*pooled(transformers_folder, mode), Normalize()])
-    assert_same_vectors(theirs, tmp_path / "model")
-
-
-@pytest.mark.parametrize("modes", [("mean", "cls"), ("cls", "mean"), ("max", "lasttoken", "weightedmean")])
-def test_several_modes_are_concatenated_in_their_order(
+@pytest.mark.parametrize(
+    "modes",
+    [*((mode,) for mode in POOLING_MODES), ("mean", "cls"), ("cls", "mean"), ("max", "lasttoken", "weightedmean")],
+)
+def test_pooling_modes_are_concatenated_in_their_order(
     transformers_folder: Path, tmp_path: Path, modes: tuple[str, ...]
 ) -> None:
     theirs = written(tmp_path / "model", [*pooled(transformers_folder, modes), Normalize()])
@@ -97,12 +112,8 @@ def test_prompts_pooled_or_not(tmp_path: Path, kind: str, include_prompt: bool) 
     ours = load(tmp_path / "model")
     assert ours.prompts == PROMPTS
     assert not torch.allclose(embed(ours, side="query"), embed(ours, side="document"), atol=1e-3)
-
-
-def test_leaving_the_prompt_out_of_the_pooling_changes_the_vector(transformers_folder: Path, tmp_path: Path) -> None:
-    for include in (True, False):
-        written(tmp_path / str(include), pooled(transformers_folder, include_prompt=include), prompts=PROMPTS)
-    assert (embed(load(tmp_path / "True")) - embed(load(tmp_path / "False"))).abs().max() > 1e-2
+    written(tmp_path / "other", pooled(transformers_folder, include_prompt=not include_prompt), prompts=PROMPTS)
+    assert (embed(load(tmp_path / "other")) - embed(ours)).abs().max() > 1e-2
 
 
 def test_the_maximum_length_truncates_alike(transformers_folder: Path, tmp_path: Path) -> None:
@@ -231,37 +242,32 @@ def refused(folder: Path, message: str) -> None:
         TextEncoder.load(ModelFiles(ModelKeys(model_name=str(folder))))
 
 
-def test_an_unknown_module_is_refused_by_name(transformers_folder: Path, tmp_path: Path) -> None:
-    from sentence_transformers.sentence_transformer.modules import LayerNorm
-
-    written(tmp_path / "model", [*pooled(transformers_folder), LayerNorm(32)])
-    refused(tmp_path / "model", r"LayerNorm, which vembed doesn't run \(it runs Transformer, Pooling, Dense, Normal")
-    written(tmp_path / "neighbour", [*pooled(transformers_folder), Dense(32, 32)])
-    load(tmp_path / "neighbour")
-
-
-def test_modules_in_an_order_of_their_own_are_refused(transformers_folder: Path, tmp_path: Path) -> None:
-    written(tmp_path / "model", [*pooled(transformers_folder), Normalize(), Dense(32, 8)])
-    refused(tmp_path / "model", "Normalize, Dense; vembed runs them as")
-
-
-def test_an_unknown_activation_is_refused(transformers_folder: Path, tmp_path: Path) -> None:
-    written(tmp_path / "model", [*pooled(transformers_folder), Dense(32, 8)])
-    load(tmp_path / "model")
-    config = tmp_path / "model" / "2_Dense" / "config.json"
-    edit_json(config, activation_function="os.system")
-    refused(tmp_path / "model", "2_Dense/config.json uses os.system; known activations: torch.nn.modules.activation")
-
-
-def test_a_dense_layer_of_another_form_is_refused(transformers_folder: Path, tmp_path: Path) -> None:
-    written(tmp_path / "residual", [*pooled(transformers_folder), Dense(32, 32, use_residual=True)])
-    refused(tmp_path / "residual", "a residual connection")
-    written(tmp_path / "tokens", [*pooled(transformers_folder), Dense(32, 32)])
-    edit_json(tmp_path / "tokens" / "2_Dense" / "config.json", module_input_name="token_embeddings")
-    refused(tmp_path / "tokens", "maps token_embeddings")
-    written(tmp_path / "pickled", [*pooled(transformers_folder), Dense(32, 32)])
-    (tmp_path / "pickled" / "2_Dense" / "model.safetensors").unlink()
-    refused(tmp_path / "pickled", "2_Dense has no model.safetensors")
+@pytest.mark.parametrize(
+    ("behind", "edited", "message"),
+    [
+        ([LayerNorm(32)], {}, "LayerNorm, which vembed doesn't run"),
+        ([Normalize(), Dense(32, 8)], {}, "Normalize, Dense; vembed runs them as"),
+        ([Dense(32, 32, use_residual=True)], {}, "a residual connection"),
+        ([Dense(32, 8)], {"activation_function": "os.system"}, "2_Dense/config.json uses os.system"),
+        ([Dense(32, 32)], {"module_input_name": "token_embeddings"}, "maps token_embeddings"),
+        ([Dense(32, 32)], None, "2_Dense has no model.safetensors"),
+    ],
+    ids=["module", "order", "residual", "activation", "input", "pickle"],
+)
+def test_modules_that_vembed_cannot_run_are_refused_by_name(
+    transformers_folder: Path,
+    tmp_path: Path,
+    behind: list[torch.nn.Module],
+    edited: dict[str, Any] | None,
+    message: str,
+) -> None:
+    written(tmp_path / "model", [*pooled(transformers_folder), *behind])
+    if edited is None:
+        (tmp_path / "model" / "2_Dense" / "model.safetensors").unlink()
+    elif edited:
+        load(tmp_path / "model")
+        edit_json(tmp_path / "model" / "2_Dense" / "config.json", **edited)
+    refused(tmp_path / "model", message)
 
 
 def test_a_pooling_that_the_dense_layer_does_not_take_is_refused(transformers_folder: Path, tmp_path: Path) -> None:
@@ -315,9 +321,64 @@ def test_a_broken_description_is_named(transformers_folder: Path, tmp_path: Path
         load(tmp_path / "bare")
     (tmp_path / "bare" / "modules.json").write_text(whole)
     assert load(tmp_path / "bare").spec.pooling == ("mean",)
-
-
-def test_other_files_of_a_published_folder_may_hold_anything(transformers_folder: Path, tmp_path: Path) -> None:
-    written(tmp_path / "bare", pooled(transformers_folder), similarity_fn_name="dot")
-    (tmp_path / "bare" / "data_config.json").write_text('[{"name": "pairs.jsonl", "weight": 1}]')
+    (tmp_path / "bare" / "data_config.json").write_text('[{"name": "pairs.jsonl"}]')  # others may hold anything
     assert load(tmp_path / "bare").spec.pooling == ("mean",)
+
+
+@pytest.fixture(scope="module")
+def library_folders(transformers_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of what sentence-transformers has to run itself."""
+    root = tmp_path_factory.mktemp("library")
+    kinds = {"layer norm": [LayerNorm(32)], "residual": [Dense(32, 32, use_residual=True), Normalize()]}
+    for kind, behind in kinds.items():
+        written(root / kind, [*pooled(transformers_folder), *behind], prompts=PROMPTS)
+    return {kind: root / kind for kind in kinds}
+
+
+def test_the_plan_and_the_message_say_why_the_library_runs_it(
+    library_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "LayerNorm, which vembed doesn't run"
+    encoder = load_any(library_folders["layer norm"])
+    assert why in encoder.describe()["why"]
+    assert "Transformer + Pooling + LayerNorm" in encoder.describe()["family"]
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ConfigError, match=rf"{why}.*pip install vembed\[st\]"):
+        load_any(library_folders["layer norm"])
+
+
+def test_what_the_library_cant_run_either_is_refused_with_both_reasons(
+    library_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    load_any(library_folders["residual"]).save(tmp_path)
+    dense = next(tmp_path.glob("*Dense"))
+    weights = dense / "model.safetensors"
+    edit_json(dense / "config.json", in_features=7)
+    with pytest.raises(ConfigError, match=r"a residual connection.*sentence-transformers can't run it either"):
+        load_any(tmp_path)
+    edit_json(dense / "config.json", in_features=32, activation_function="os.system")
+    with pytest.raises(ConfigError, match=r"a residual connection; known activations"):
+        load_any(tmp_path)
+    edit_json(dense / "config.json", activation_function="torch.nn.modules.activation.Tanh")
+    (dense / "pytorch_model.bin").write_bytes(weights.read_bytes())
+    weights.unlink()
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is a pickle.*allow_pickle: true"):
+        load_any(tmp_path)
+
+
+def test_prompts_of_what_the_library_runs_may_be_given(library_folders: dict[str, Path], tmp_path: Path) -> None:
+    given = load_any(library_folders["residual"], prompts={"query": "look: ", "document": ""})
+    assert torch.allclose(embed(given, ["sea"]), embed(given, ["look: sea"], side="document"), atol=1e-6)
+    given.save(tmp_path)
+    assert load_any(tmp_path).prompts == {"query": "look: ", "document": ""}
+
+
+def test_a_folder_may_name_no_prompts(library_folders: dict[str, Path], tmp_path: Path) -> None:
+    load_any(library_folders["residual"]).save(tmp_path)
+    settings = tmp_path / "config_sentence_transformers.json"
+    edit_json(settings, prompts={})
+    assert load_any(tmp_path).prompts == {"query": "", "document": ""}
+    names = load_any(tmp_path).state_dict()
+    assert len({each.data_ptr() for each in names.values()}) == len(names)
+    settings.unlink()
+    assert load_any(tmp_path).prompts == {"query": "", "document": ""}

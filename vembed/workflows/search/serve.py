@@ -152,10 +152,6 @@ class SearchPage:
         return self._render(answer=answer)
 
 
-def _webp_uri(copy: bytes) -> str:
-    return f"data:image/webp;base64,{base64.b64encode(copy).decode('ascii')}"
-
-
 def _cut(text: str, characters: int) -> str:
     """Cut a text at a word's end; an ellipsis says that something is missing."""
     if len(text) <= characters:
@@ -163,7 +159,12 @@ def _cut(text: str, characters: int) -> str:
     return f"{text[:characters].rpartition(' ')[0] or text[:characters]} …"
 
 
-_ENVIRONMENT.filters |= {"cut": _cut, "thumbnail_size": thumbnail_size, "visible": visible, "webp_uri": _webp_uri}
+_ENVIRONMENT.filters |= {
+    "cut": _cut,
+    "thumbnail_size": thumbnail_size,
+    "visible": visible,
+    "webp_uri": lambda copy: f"data:image/webp;base64,{base64.b64encode(copy).decode('ascii')}",
+}
 
 
 # The server -----------------------------------------------------------------------------------------------------------

@@ -163,8 +163,8 @@ def read_meta(folder: Path) -> IndexMeta:
         size = meta.file_bytes.get(name, 0)
         actual = (folder / name).stat().st_size if is_file(folder / name) else None
         if actual != size:
-            found = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
-            raise ConfigError(f"{folder / name} {found}; encode the corpus again with --overwrite")
+            fault = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
+            raise ConfigError(f"{folder / name} {fault}; encode the corpus again with --overwrite")
     return meta
 
 

@@ -214,7 +214,15 @@ class SearchServer(ThreadedWSGIServer):
     def _answer(self, request: Request) -> Response:
         question = _Question()
         try:
-            self._check_address(request)
+            if request.method not in METHODS:
+                abort(HTTPStatus.NOT_IMPLEMENTED, f"Unsupported method ({request.method!r})")
+            # Against DNS rebinding: a foreign name that was pointed at this address still stands in the Host header.
+            if not host_is_trusted(request.headers.get("Host"), OWN_NAMES):
+                abort(HTTPStatus.FORBIDDEN, f"This page is at {self.url} only.")
+            if request.path != "/":
+                abort(HTTPStatus.NOT_FOUND, "There is one page here, at /.")
+            if len(list(request.args.items(multi=True))) > MAX_FIELDS:
+                abort(HTTPStatus.BAD_REQUEST, "Too many fields.")
             if request.method == "POST":
                 # Received first, with no slot held: a slow sender must not keep others from being searched.
                 with self._received(request) as form, self._forms:
@@ -225,17 +233,6 @@ class SearchServer(ThreadedWSGIServer):
         except HTTPException as refusal:
             answer = Answer(query=question.query, k=question.k, problem=refusal.description or refusal.name)
             return self.response(refusal.code or HTTPStatus.INTERNAL_SERVER_ERROR, answer)
-
-    def _check_address(self, request: Request) -> None:
-        if request.method not in METHODS:
-            abort(HTTPStatus.NOT_IMPLEMENTED, f"Unsupported method ({request.method!r})")
-        # Against DNS rebinding: a foreign name that was pointed at this address still stands in the Host header.
-        if not host_is_trusted(request.headers.get("Host"), OWN_NAMES):
-            abort(HTTPStatus.FORBIDDEN, f"This page is at {self.url} only.")
-        if request.path != "/":
-            abort(HTTPStatus.NOT_FOUND, "There is one page here, at /.")
-        if len(list(request.args.items(multi=True))) > MAX_FIELDS:
-            abort(HTTPStatus.BAD_REQUEST, "Too many fields.")
 
     @contextmanager
     def _received(self, request: Request) -> Iterator[IO[bytes]]:

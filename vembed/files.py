@@ -143,7 +143,7 @@ def disk_error(error: Exception) -> OSError | None:
 
 
 BROKEN_ARRAY = (OSError, ValueError, EOFError, SyntaxError, TokenError)
-"""What numpy raises for the file of an array whose header is damaged: it is read as Python."""
+"""Errors that numpy raises for an array file with a damaged header, which it parses as Python."""
 
 
 def file_sha256(path: Path) -> str:

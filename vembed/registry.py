@@ -136,7 +136,7 @@ METRICS = Registry(
         "hit": "vembed.evaluation.metrics:HIT",
     },
 )
-"""What stands before the @ of a metric's name."""
+"""The part of a metric's name before its @."""
 
 SECTIONS = Registry("report section", {})
 """Sections that plugins add to the report of a run (vembed/evaluation/report); our own stand in its `build_page`."""

@@ -128,6 +128,7 @@ def content_id(item: Item) -> int:
         return _signed_digest(item.strip().encode())
     if isinstance(item, Composed):
         pictures = [content_id(image) for image in item.images]
+        # One picture without a text is that picture, however it is written.
         if len(pictures) == 1 and not item.text:
             return pictures[0]
         kind = b"\0image+text" if len(pictures) == 1 else b"\0images+text"
@@ -137,6 +138,7 @@ def content_id(item: Item) -> int:
 
 def text_ids(texts: Iterable[str]) -> NDArray[np.int64]:
     """Return `content_id` of each text."""
+    # A digest is four int64, of which the first is the id: every fourth number of all digests, one after the other.
     sha256 = hashlib.sha256
     digests = b"".join([sha256(text.strip().encode()).digest() for text in texts])
     return np.frombuffer(digests, "<i8")[::4].astype(np.int64)
@@ -190,6 +192,7 @@ class Ragged:
         """Pack n rows, each a sequence of numbers or of equal shapes of numbers."""
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
+        # The first row that tells the shape of an element: any array does, and a list that isn't empty.
         known = next((row for row in rows if isinstance(row, np.ndarray) or len(row)), ())
         element_shape = known.shape[1:] if isinstance(known, np.ndarray) else np.shape(known[0]) if known else ()
         values = np.empty((int(offsets[-1]), *element_shape), dtype=dtype)
@@ -203,6 +206,7 @@ class Ragged:
         """Join one or more parts, row after row."""
         lengths = np.concatenate([part.lengths for part in parts])
         offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+        # A part of empty lists doesn't know the shape of an element, and couldn't be joined with one that does.
         filled = [part.values for part in parts if len(part.values)] or [parts[0].values]
         return Ragged(np.concatenate(filled), offsets)
 
@@ -221,6 +225,7 @@ class Ragged:
     def padded(self, width: int, fill: float) -> NDArray[Any]:
         """Return the rows as a rectangle (n, width, ...), short rows filled at the right."""
         rectangle = np.full((len(self.offsets) - 1, width, *self.values.shape[1:]), fill, dtype=self.values.dtype)
+        # A mask is filled row by row from the left, which is the order of the flat values.
         rectangle[np.arange(width) < self.lengths[:, None]] = self.values
         return rectangle
 
@@ -258,6 +263,7 @@ class Features:
 
 def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return start, start + 1, ... for each start, as many as its count, one after the other."""
+    # One arange over all, shifted range by range; `before` is where each range begins in the result.
     before = np.cumsum(counts) - counts
     found: NDArray[np.int64] = np.arange(counts.sum(), dtype=np.int64) + np.repeat(starts - before, counts)
     return found

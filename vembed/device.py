@@ -32,6 +32,7 @@ CALLS_AHEAD = 1
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device through page-locked memory: a copy from other memory waits for the device's queue."""
+    # Page-locking would initialise CUDA where it isn't yet, and an empty tensor has no memory to lock.
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel() and torch.cuda.is_initialized():
         tensor = tensor.pin_memory()  # itself where it is there already
     return tensor.to(device, non_blocking=True)
@@ -86,8 +87,10 @@ class Transfer:
         """
         if tensor.device.type != "cuda":
             return tensor.cpu(), None
+        # Page-locked, as a copy into other memory makes this process wait for the device's queue.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._leaving = self._leaving or torch.cuda.Stream(self._device)
+        # The kernels that write the tensor may still be queued: the copy comes after them.
         self._leaving.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._leaving):
             host.copy_(tensor, non_blocking=True)

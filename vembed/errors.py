@@ -21,7 +21,9 @@ class ExitCode(IntEnum):
     DATA = 3
     NON_FINITE = 4
     ENVIRONMENT = 5
+    # EX_TEMPFAIL of sysexits.h: the same command may succeed later, so a scheduler may start it again.
     PREEMPTED = 75
+    # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
     INTERRUPTED = 130
 
 
@@ -35,6 +37,7 @@ class VembedError(Exception):
     exit_code = ExitCode.ENVIRONMENT
 
     def __init__(self, *parts: object) -> None:
+        # Line by line: a long value in one line must not hide the lines behind it.
         shown = (
             "\n".join(cut(line, MOST_SHOWN) for line in redact(part).split("\n")) if isinstance(part, str) else part
             for part in parts

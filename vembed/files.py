@@ -35,6 +35,7 @@ def share_permissions(folder: Path) -> None:
     """Give the files of a folder the permissions that the folder has: safetensors writes for the owner alone."""
     for path in folder.rglob("*"):
         if path.is_file():
+            # Without the execute bits: a folder has them to be entered, a file would be a program.
             path.chmod(folder.stat().st_mode & 0o666)
 
 
@@ -55,6 +56,7 @@ def new_file(path: Path, *, shared: bool = False) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp" if shared else f".{path.name}.tmp")
     try:
         yield temporary
+        # First the bytes, then the name, then the folder that holds it: no crash leaves the name on half a file.
         fsync_path(temporary)
         temporary.replace(path)
     finally:
@@ -121,6 +123,7 @@ def clean_beside(output: Path, *, keeps: Callable[[str], bool] = lambda _: False
     if not old.exists():
         return
     if not output.exists():
+        # The crash came between the two renames: the old folder is the only whole one.
         old.replace(output)
         return
     for path in old.iterdir():
@@ -133,13 +136,14 @@ def disk_error(error: Exception) -> OSError | None:
     """Return as an OSError what a disk refused and faiss, tokenizers or safetensors say in words; None for the rest."""
     if type(error).__name__ not in {"Exception", "RuntimeError", "SafetensorError"}:
         return None
+    # The number of the error is lost on the way through C++ and Rust; the system's words are still in the message.
     known = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
     code = next((code for code in known if os.strerror(code) in str(error)), None)
     return None if code is None else OSError(code, os.strerror(code))
 
 
 BROKEN_ARRAY = (OSError, ValueError, EOFError, SyntaxError, TokenError)
-"""What numpy raises for the file of an array whose header is damaged: it is read as Python."""
+"""Errors that numpy raises for an array file with a damaged header, which it parses as Python."""
 
 
 def file_sha256(path: Path) -> str:
@@ -158,6 +162,7 @@ def open_regular(path: Path | str) -> IO[bytes]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
     except ValueError as error:
         raise OSError(errno.EINVAL, "not a usable path", str(path)) from error
+    # Of what was opened, not of the name, which may lead elsewhere a moment later.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -190,6 +195,7 @@ def as_one_path(paths: Sequence[str]) -> str:
         ValueError: A path holds what such a text can't.
     """
     path = paths[0] if len(paths) == 1 else "{" + ",".join(paths) + "}"
+    # Read back rather than searched for characters that aren't allowed: so the two functions can't disagree.
     if listed_paths(path) != [*paths]:
         raise ValueError("a path in a list can't hold a comma or a single brace; rename the file, or name a pattern")
     return path
@@ -199,6 +205,7 @@ def listed_paths(path: str) -> list[str]:
     """Return the paths of a list "{a.jsonl,b.jsonl}", or the path alone."""
     if not (path.startswith("{") and path.endswith("}")):
         return [path]
+    # A comma in inner braces belongs to a pattern, such as part-{0,1}.jsonl.
     found, depth = [""], 0
     for character in path[1:-1]:
         depth += (character == "{") - (character == "}")

@@ -31,6 +31,7 @@ def read_object(path: Path) -> dict[str, Any]:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is no regular file")
+    # Before it is read: a file that isn't ours must not fill the memory.
     if status.st_size > MOST_BYTES:
         raise ValueError(f"{path.name} has {status.st_size} bytes, and {MOST_BYTES} are the most")
     try:
@@ -49,9 +50,11 @@ def parse_json(text: str) -> object:
         ValueError: It isn't JSON, nests too deeply, or holds a number that isn't finite.
     """
     try:
+        # `parse_constant` gets NaN and Infinity; `parse_float` gets numbers such as 1e999, which overflow to infinity.
         found = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
         raise ValueError("nests too deeply") from None
+    # Level by level: a walk by recursion would itself fail on a file that nests too deeply.
     level: list[object] = [found]
     for _ in range(MOST_DEPTH):
         level = [
@@ -74,6 +77,7 @@ def fit(kind: type[Kind], value: object, *, where: str) -> Kind:
     from pydantic import ValidationError
 
     try:
+        # As JSON text: there pydantic's strict mode takes a list for a tuple, which it refuses of Python objects.
         return cast("Kind", _adapter(cast("Any", kind)).validate_json(json.dumps(value), strict=True))
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]

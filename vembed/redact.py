@@ -53,6 +53,7 @@ def redact(text: str) -> str:
     `https://***@host/x?token=***`
     """
     for pattern in _PATTERNS:
+        # What is masked stays: a text may pass here several times, and must come out the same.
         text = pattern.sub(
             lambda found: found[0] if found["secret"].startswith(MASK) else f"{found['before']}{MASK}", text
         )

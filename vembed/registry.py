@@ -136,7 +136,7 @@ METRICS = Registry(
         "hit": "vembed.evaluation.metrics:HIT",
     },
 )
-"""What stands before the @ of a metric's name."""
+"""The part of a metric's name before its @."""
 
 SECTIONS = Registry("report section", {})
 """Sections that plugins add to the report of a run (vembed/evaluation/report); our own stand in its `build_page`."""
@@ -284,16 +284,19 @@ def import_plugins(names: object) -> None:
         if not _MODULE.fullmatch(name) or name.endswith(".py"):
             raise ConfigError(f"plugins: {printable(name)!r} is no name of a module; write the file's name without .py")
         with _current_folder_first():
+            # Python keeps a listing of each folder: without this a file that was just written isn't seen.
             importlib.invalidate_caches()
             try:
                 importlib.import_module(name)
             except ModuleNotFoundError as error:
+                # The plugin may be there and import something that isn't: another message, with the plugin's line.
                 if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                     raise ConfigError(f"plugins: {_failure(name, error)}") from error
                 raise ConfigError(
                     f"plugins: there is no module {error.name}; searched in the current folder ({Path.cwd()}), "
                     f"PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'}) and the installed packages"
                 ) from error
+            # A script that calls sys.exit() at its end would otherwise end this process, and no error would say why.
             except (Exception, SystemExit) as error:
                 raise ConfigError(f"plugins: {_failure(name, error)}") from error
 
@@ -335,6 +338,7 @@ def import_installed(name: str) -> None:
 def plugin_lines(names: list[str]) -> list[str]:
     """Return for each plugin, named or installed and in use, where it is and what it registered, for the plan."""
     lines = []
+    # A plugin may be named in the configuration and installed as well: it gets one line.
     for name in dict.fromkeys([*names, *_imported]):
         added = [f"{table.kind} {entry}" for table, entry in _registered(name)]
         file = getattr(sys.modules.get(name), "__file__", None) or "built in"
@@ -350,6 +354,7 @@ def adds_only_trackers(name: str) -> bool:
 
 def _registered(name: str) -> list[tuple[Registry, str]]:
     """Return what a plugin registered, each name with its table."""
+    # All registries of this module, so that a new one can't be forgotten here.
     tables = [table for table in globals().values() if isinstance(table, Registry)]
     return [
         (table, entry)
@@ -403,6 +408,7 @@ def _failure(name: str, error: BaseException) -> str:
     """Say why a plugin can't be imported, with the line of its code that failed."""
     if isinstance(error, SyntaxError):
         return f"{name} can't be imported: {error.filename}:{error.lineno}: {error.msg}"
+    # Frames of importlib and of vembed say how the plugin was reached, not what is wrong with it.
     machinery = ("<", f"{Path(importlib.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(machinery)]
     where = ""

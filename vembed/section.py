@@ -53,6 +53,7 @@ LONGEST_NAME = 4096
 
 
 def _storable(text: str) -> str:
+    # A path ends at a NUL, and half of a surrogate pair can't be written as UTF-8: both would fail far from their key.
     if "\0" in text:
         raise ValueError("must not hold a NUL character")
     try:
@@ -95,6 +96,7 @@ class Registered:
         self.schema = schema
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        # Not an enum: it would hold the names of the time when the class was made, before plugins registered theirs.
         return core_schema.no_info_after_validator_function(self._known, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -131,6 +133,7 @@ class Rule:
             return None
         if isinstance(broken, str):
             return broken
+        # The keys that the message names and no others: `written` takes scalars, and a rule may read a mapping.
         shown = [name for name in self.keys if f"{{{name}}}" in self.message]
         return self.message.format_map({name: written(getattr(config, name)) for name in shown})
 
@@ -153,6 +156,7 @@ class Section(BaseModel):
 
 def rules_of(section: type[Section]) -> tuple[Rule, ...]:
     """Return the rules of a section and of the sections that it is made of, in the order of the bases."""
+    # From the dictionary of each class: `part.rules` would find inherited rules again in every class below.
     return tuple(rule for part in section.__mro__ for rule in part.__dict__.get("rules", ()))
 
 
@@ -187,6 +191,7 @@ def key(
         facts["unit"] = unit
     if acts_with is not None:
         facts["acts_with"] = {other: list(values) for other, values in acts_with.items()}
+    # pydantic checks the choices by a regular expression, of whose special characters only "+" is escaped here.
     pattern = None
     if choices:
         facts |= {"choices": list(choices), "form": form or ", ".join(choices)}
@@ -265,6 +270,7 @@ def _idle_rule(
 
     def broken(config: Any) -> str | None:
         value, present = getattr(config, name), getattr(config, other)
+        # `is False`, since 0 == False: a count of 0 is a wish, and is refused like any other.
         if value in (default, None) or value is False:
             return None
         if not allowed:
@@ -277,6 +283,7 @@ def _idle_rule(
         )
 
     sentence = f"`{name}` has an effect only with `{f'{other}: {choices}' if allowed else other}`."
+    # `loss_type` is one of three keys that name losses: a message may have to blame any of them.
     return Rule(sentence, (name, other, *(("added_losses", "data") if other == "loss_type" else ())), broken)
 
 

@@ -32,6 +32,7 @@ def printed_lines(*, to_stderr: bool = False, errors_only: bool = False) -> Iter
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
+    # Else the handlers of the program that calls would print each line a second time.
     logger.propagate = False
     try:
         yield
@@ -55,6 +56,7 @@ class _TerminalHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
         stream = sys.stderr if self._to_stderr or record.levelno >= logging.ERROR else sys.stdout
+        # Looked up, not imported: where nobody has imported tqdm there is no bar.
         bars = sys.modules.get("tqdm")
         with open_terminal(stream):
             if bars is not None and sys.stderr.isatty():
@@ -74,6 +76,7 @@ def open_terminal(stream: TextIO) -> Iterator[None]:
 
 def write_no_more(stream: TextIO) -> None:
     """Send what is still written to a stream nowhere."""
+    # By descriptor: libraries in C write past sys.stdout, and Python flushes it once more when it ends.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

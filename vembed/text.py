@@ -26,6 +26,7 @@ def visible(text: str) -> str:
 
 def cut(text: str, most: int = 60) -> str:
     """Return a text for a message: visible, and cut where it has more than so many characters."""
+    # Cut before it is made visible: escapes are longer, and a text of millions of characters would all be searched.
     return visible(text if len(text) <= most else f"{text[:most]}...")
 
 
@@ -61,6 +62,7 @@ def show_bytes(count: float) -> str:
 def show_count(count: float) -> str:
     """Return a number of parameters for people, e.g. "8.14B", "20.9k"."""
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # From 999.5 on three digits round up to 1e+03, so the next unit begins there.
         if count >= 0.9995 * limit:
             return f"{count / limit:.3g}{unit}"
     return f"{count:.0f}"
@@ -68,6 +70,7 @@ def show_count(count: float) -> str:
 
 def show_duration(seconds: float) -> str:
     """Return a duration for people, e.g. "0:40", "1:02:05"."""
+    # Rounded before it is split, or 59.6 seconds would read 0:60.
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -453,7 +453,7 @@ def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Runner, *word
     rows.write_text('{"query": "one", "positive": "two"}\n' * 4)
     monkeypatch.setattr(runner, "steps", lambda _: 8, raising=False)
     monkeypatch.setattr("vembed.workflows.sweeping.sweep.TrainProcess", lambda *_: runner)
-    monkeypatch.setattr("vembed.workflows.sweeping.sweep._compare", lambda *_: None)
+    monkeypatch.setattr("vembed.workflows.comparison.compare.compare_runs", lambda *_, **__: None)
     given = ["model_name=builtin:ngram-bag", f"data_path={rows}", f"val_data_path={rows}", f"output_dir={tmp_path}/out"]
     given.append("document_prompt=https://h/?api_key=c4n4ry ")
     words = (*words, "--output", str(output), "--config_override", *given)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from vembed.data.read import DataSource
-    from vembed.data.table import ItemTable
     from vembed.distributed.runtime import Runtime
     from vembed.distributed.signals import StopSignal
     from vembed.vectors.mining import MiningTask, Teacher
@@ -118,8 +117,10 @@ def _mine(
     stop: StopSignal,
 ) -> None:
     from vembed.api.model import load
+    from vembed.data.read import read
     from vembed.evaluation.mining_report import MiningReport, mining_page
     from vembed.pages.write import write_page
+    from vembed.vectors.items import corpus_items
     from vembed.vectors.mining import Miner, MiningTask, Seconds
     from vembed.workflows.mining import rows_without_positives, write_rows
 
@@ -128,7 +129,11 @@ def _mine(
     with seconds.part("read data"):
         loaded = source.records()
         alone = len(rows_without_positives(output, loaded.table, lists_grades=options.label_kind == "grade"))
-        task = MiningTask.of(loaded.table, _corpus(options, source.keys))
+        corpus = None
+        if options.corpus is not None:
+            documents = read(options.corpus, "train", source.keys).documents()
+            corpus = corpus_items(document.item for document in documents)
+        task = MiningTask.of(loaded.table, corpus)
     with seconds.part("load model"):
         model = load(options.model, **options.load_options())
     encode = model.item_encoder(options.batch_size, poll=stop.poll)
@@ -139,7 +144,9 @@ def _mine(
     mined = Miner(encode, options, folder, options.seed or 0, teacher, seconds).mine(task)
     if ranks.is_first:
         weights = model.identity.weights_sha256[:16]
-        facts = {"model": redact(model.name), "weights": weights, "settings": _shown(options)}
+        chosen = {name: value for name, value in options.mining().items() if value not in (None, False)}
+        settings = [f"{name.removeprefix('mine_')}={value}" for name, value in chosen.items()]
+        facts = {"model": redact(model.name), "weights": weights, "settings": " ".join(settings)}
         if teacher is not None and options.teacher is not None:
             facts["teacher"] = redact(options.teacher)
         verbs = "has nothing to mine below and comes" if alone == 1 else "have nothing to mine below and come"
@@ -172,16 +179,6 @@ def _work_folder(output: Path) -> Path:
     return output.with_name(f".{output.name}.mining")
 
 
-def _corpus(options: MineOptions, keys: DataKeys) -> ItemTable | None:
-    """Read the further documents."""
-    if options.corpus is None:
-        return None
-    from vembed.data.read import read
-    from vembed.vectors.items import corpus_items
-
-    return corpus_items(document.item for document in read(options.corpus, "train", keys).documents())
-
-
 def _teacher(
     options: MineOptions, task: MiningTask, folder: Path, runtime: Runtime, stop: StopSignal
 ) -> Teacher | None:
@@ -200,10 +197,3 @@ def _teacher(
     encode = load(name, allow_pickle=pickled, bf16=options.bf16).item_encoder(options.batch_size, poll=stop.poll)
     encode.ranks = runtime.ranks
     return EncoderTeacher.of(encode, task, folder / "teacher")
-
-
-def _shown(keys: MiningKeys) -> str:
-    """Return the settings on one line."""
-    return " ".join(
-        f"{name.removeprefix('mine_')}={value}" for name, value in keys.mining().items() if value not in (None, False)
-    )

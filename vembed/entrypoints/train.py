@@ -103,7 +103,12 @@ def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: 
             if mode != "plan":
                 refuse_wrong_output(loaded.config)
         # Counting devices needs torch, so it comes behind all that can be refused without.
-        num_processes = 1 if mode == "plan" else _processes_to_start(loaded.config)
+        num_processes = 1
+        if mode != "plan" and not process_env().is_launched and loaded.config.num_processes != 1:
+            with collector_paused():
+                from vembed.distributed.runtime import processes_to_start
+
+            num_processes = processes_to_start(loaded.config.num_processes)
         if num_processes > 1:
             from vembed.distributed.launch import launch
 
@@ -144,16 +149,6 @@ def _train_seeds(config: Config, options: TrainOptions, command: str) -> int:
         process = TrainProcess(options.path, options.config_override, stop.poll)
         train_seeds(config, process, process.steps, command)
     return ExitCode.OK
-
-
-def _processes_to_start(config: Config) -> int:
-    """Return how many processes this one is to start: 1 for none, where it trains itself or is one of several."""
-    if process_env().is_launched or config.num_processes == 1:
-        return 1
-    with collector_paused():
-        from vembed.distributed.runtime import processes_to_start
-
-    return processes_to_start(config.num_processes)
 
 
 def _load(options: TrainOptions) -> LoadedConfig:

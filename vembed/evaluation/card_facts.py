@@ -259,7 +259,12 @@ def gather_run(
     bases = []
     if depth and not output_dir.is_absolute() and resolved.parts[-depth:] == output_dir.parts:
         bases = [Path(*resolved.parts[:-depth])]
-    data_paths = _data_paths(config)
+    # (use, path) of all data; the sources of mixed training data stand before the other sets.
+    sources = config.get("data")
+    data_paths = [("training", str(source["path"])) for source in sources] if isinstance(sources, list) else []
+    for label, key in DATA_KEYS:
+        value = config.get(key)
+        data_paths += [(label, str(path)) for path in (value if isinstance(value, list) else [value] if value else [])]
     towers = [public_name(str(config[key]), bases).shown for key in TOWER_KEYS if config.get(key)]
     if towers:  # two models joined, which model_name then names in one word
         base = PublicName("pair", " + ".join(towers))
@@ -313,16 +318,6 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} can't be read: {error}") from error
     return loaded if isinstance(loaded, dict) else {}
-
-
-def _data_paths(config: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Return (use, path) of all data of a run; mixed sources stand before the others."""
-    sources = config.get("data")
-    paths = [("training", str(source["path"])) for source in sources] if isinstance(sources, list) else []
-    for label, key in DATA_KEYS:
-        value = config.get(key)
-        paths += [(label, str(path)) for path in (value if isinstance(value, list) else [value] if value else [])]
-    return paths
 
 
 def _settings(config: Mapping[str, object], plan: Mapping[str, object]) -> list[tuple[str, str]]:

@@ -420,7 +420,7 @@ def sets_section(board: Board) -> Section:
                     row.system,
                     Cell(metric_text(cell.value), _interval(cell)),
                     _difference(cell),
-                    *_p_texts(cell, p_heads),
+                    *map(p_text, (cell.p_value, cell.p_value_corrected)[: len(p_heads)]),
                     Cell(f"{cell.mark} {cell.reading}", tone=cell.tone),
                 ]
                 for row, cell in cells
@@ -608,10 +608,6 @@ def _difference(row: Standing | VariantRow) -> str:
 def _p_heads(rows: Sequence[Standing | VariantRow]) -> list[str]:
     """Return the heads of a table's p-values; the corrected ones have a column where the correction changes any."""
     return ["p", "p (Holm)"] if any(row.p_value_corrected != row.p_value for row in rows) else ["p"]
-
-
-def _p_texts(row: Standing, heads: Sequence[str]) -> list[str]:
-    return [p_text(value) for value, _ in zip((row.p_value, row.p_value_corrected), heads, strict=False)]
 
 
 def _muted_items(notes: Sequence[str]) -> list[Block]:

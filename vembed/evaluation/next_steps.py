@@ -31,7 +31,11 @@ def next_commands(run: Path, config: Mapping[str, Any]) -> list[str]:
     decides = "test" if config["test_data_path"] else "val"
     sets, split = listed(config[f"{decides}_data_path"]), config[f"{decides}_data_split"]
     commands = []
-    if other := _run_before(run, config):
+    # The latest run beside this one that has ended with a report and was judged on the same data.
+    reports = [path for path in run.parent.glob("*/report/report.json") if path.parents[1] != run]
+    reports.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    folders = [path.parents[1] for path in reports if is_run(path.parents[1])]
+    if other := next((folder for folder in folders if _judges_alike(folder, config)), None):
         commands.append(f"{vembed} compare {shlex.join([str(other), str(run), '--output', f'{run}-comparison'])}")
     if sets and not config["column_mapping"]:  # `vembed evaluate` takes no mapping
         reading = {"--split": split, "--image-root": config["image_root"], "--label-kind": config["label_kind"]}
@@ -43,14 +47,6 @@ def next_commands(run: Path, config: Mapping[str, Any]) -> list[str]:
         commands.append(f"{vembed} encode {shlex.join(words)} && {vembed} search {shlex.quote(f'{run}-index')}")
     commands.append(f"{vembed} export {shlex.join([str(run), '--output', f'{run}-export'])}")
     return list(map(redact, commands))
-
-
-def _run_before(run: Path, config: Mapping[str, Any]) -> Path | None:
-    """Return the latest run beside this one that has ended with a report and was judged on the same data."""
-    reports = [path for path in run.parent.glob("*/report/report.json") if path.parents[1] != run]
-    reports.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    folders = [path.parents[1] for path in reports if is_run(path.parents[1])]
-    return next((folder for folder in folders if _judges_alike(folder, config)), None)
 
 
 def _judges_alike(folder: Path, config: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ from vembed.files import clean_beside, new_folder
 from vembed.json_text import fit, parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
 METRICS_FILE = "metrics.json"
@@ -121,10 +121,17 @@ def write_evaluation(
         "num_hits": sum(len(hits) for hits in result.run.values()),
         "queries_without_hits": [query_id for query_id, hits in result.run.items() if not hits],
     }
+    # repr has as many digits as float() needs to give the same bits back; ranks count from 1.
+    system = _encode_id(result.system)
+    run_lines = (
+        f"{_encode_id(query_id)} Q0 {_encode_id(document_id)} {rank} {float(score)!r} {system}\n"
+        for query_id, hits in result.run.items()
+        for rank, (document_id, score) in enumerate(hits, start=1)
+    )
     files = {
         METRICS_FILE: _json_text(summary),
         PER_QUERY_FILE: _json_text(result.per_query),
-        RUN_FILE: "".join(_run_lines(result)),
+        RUN_FILE: "".join(run_lines),
         **(extra or {}),
     }
     try:
@@ -185,15 +192,6 @@ def read_evaluation(folder: Path) -> EvaluationResult:
 def _json_text(value: object) -> str:
     """Return JSON that any reader takes: no NaN, real characters, one key on a line."""
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _run_lines(result: EvaluationResult) -> Iterator[str]:
-    """Yield the lines of run.trec; ranks count from 1."""
-    system = _encode_id(result.system)
-    for query_id, hits in result.run.items():
-        for rank, (document_id, score) in enumerate(hits, start=1):
-            # repr has as many digits as float() needs to give the same bits back.
-            yield f"{_encode_id(query_id)} Q0 {_encode_id(document_id)} {rank} {float(score)!r} {system}\n"
 
 
 def _encode_id(name: str) -> str:

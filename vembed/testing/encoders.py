@@ -233,6 +233,7 @@ def pools_of(encoder: Encoder, batch: ContrastiveBatch, slots: Sequence[int] | N
         slots: Rows of [queries; documents] to take; all by default.
     """
     parts: dict[str, list[tuple[Features, Any]]] = {}
+    # Rows of a pool are counted over [queries; documents], so those of documents begin behind the queries.
     for side, items, first in ((SIDES[0], batch.queries, 0), (SIDES[1], batch.documents, len(batch.queries))):
         for modality, indices in encoder.by_modality(items):
             features = encoder.featurize([items[index] for index in indices], side)
@@ -258,6 +259,7 @@ def make_loss(encoder: Encoder) -> BatchLoss:
 
 def weighted_sum(encoder: Encoder) -> torch.Tensor:
     """Return a fixed weighting of all vectors of the batch: as smooth as the encoder is."""
+    # Random weights: with equal ones, errors of two vectors could cancel out.
     weights, total = torch.Generator().manual_seed(4), torch.zeros((), dtype=torch.float64)
     for pool in pools_of(encoder, search_batch(encoder)):
         z = encoder(encoder.collate(pool.features, np.arange(len(pool.features)), int(pool.features.lengths.max())))
@@ -311,6 +313,7 @@ def engine_step(encoder: Encoder, *, retain: float = 0.0) -> tuple[StepResult, G
 def assert_same_gradients(gradients: Gradients, expected: Gradients, *, near: float) -> None:
     """Compare gradients of all parameters, in units of the largest."""
     assert gradients.keys() == expected.keys()
+    # Of the largest: a parameter whose true gradient is zero has rounding alone, which would be an error of 100%.
     largest = max(float(gradient.norm()) for gradient in expected.values())
     assert largest > 0
     errors = {name: float((gradients[name] - wanted).norm()) / largest for name, wanted in expected.items()}

@@ -204,6 +204,7 @@ class FormatContract:
 
     def test_a_truncated_file_is_refused_or_gives_the_rows_before_the_cut(self, tmp_path: Path) -> None:
         path = self.file(tmp_path, pairs())
+        # Cuts at equal steps over the whole file: in its header, within a row, between two rows, and near its end.
         content = path.read_bytes()
         expected = contents(read(str(path), "train").records().table)
         num_refused = 0

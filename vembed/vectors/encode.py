@@ -91,7 +91,7 @@ def encoding_budget(encoder: Encoder, device: torch.device, rows: int) -> ChunkB
     layers = [module for module in encoder.modules() if isinstance(module, nn.Linear)]
     widest = max((layer.in_features + layer.out_features for layer in layers), default=encoder.dimension)
     machine = describe_machine(device)
-    room = machine.memory_bytes - sum(each.nbytes for each in encoder.parameters())
+    room = machine.memory_bytes - sum(parameter.nbytes for parameter in encoder.parameters())
     flops = 2 * sum(layer.weight.numel() for layer in layers)
     tokens = call_tokens(room, LAYER_BYTES * widest, flops, Devices.of(machine).tflops)
     return ChunkBudget(rows, tokens, bucketed=True)
@@ -145,16 +145,6 @@ class _Collected:
         for places, counts, vectors_VE in self._parts:
             values_VE[ranges(offsets[places], counts)] = vectors_VE
         return Ragged(values_VE, offsets)
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """Slice of items of one modality, which all ranks encode before any continues."""
-
-    batch: _Collected  # where their vectors go
-    shares: list[NDArray[np.int64]]  # places in the batch of the items of each rank
-    features: Features  # of this rank's share; of a spare item where that is empty
-    is_last: bool  # of its batch
 
 
 def _own_rows(call: Chunk) -> NDArray[np.int64]:
@@ -214,7 +204,7 @@ class ItemEncoder:
             following = thread.submit(next, slices, None)
             while (current := following.result()) is not None:
                 following = thread.submit(next, slices, None)
-                earlier, arriving = arriving, self._encode_slice(current, side)
+                earlier, arriving = arriving, self._encode_slice(*current, side)
                 if earlier is not None:
                     yield from earlier()
             if arriving is not None:
@@ -234,8 +224,16 @@ class ItemEncoder:
         assert not isinstance(vectors_NE, Ragged)
         return vectors_NE
 
-    def _slices(self, batches: Iterable[Sequence[Item]], side: Side) -> Iterator[_Slice]:
-        """Tokenize or decode this rank's share of one slice after the other."""
+    def _slices(
+        self, batches: Iterable[Sequence[Item]], side: Side
+    ) -> Iterator[tuple[_Collected, list[NDArray[np.int64]], Features, bool]]:
+        """Tokenize or decode this rank's share of one slice after the other.
+
+        A slice holds items of one modality, which all ranks encode before any continues.
+
+        Yields:
+            The arguments of `_encode_slice` but the side.
+        """
         rank, world_size = self.ranks.rank, self.ranks.world_size
         for items in batches:
             batch = _Collected(len(items), self.encoder, holds=self.ranks.is_first)
@@ -248,10 +246,10 @@ class ItemEncoder:
             for number, places in enumerate(slices, 1):
                 # Every n-th item, so that no rank gets all the long texts of a sorted corpus. A rank without any
                 # featurizes a spare item, which stands for it in calls that all ranks must make.
-                shares = [places[each::world_size] for each in range(world_size)]
+                shares = [places[first::world_size] for first in range(world_size)]
                 featurized = shares[rank] if len(shares[rank]) else places[:1]
                 features = self.encoder.featurize([items[place] for place in featurized], side)
-                yield _Slice(batch, shares, features, is_last=number == len(slices))
+                yield batch, shares, features, number == len(slices)
 
     def _slice_rows(self, modality: Modality) -> int:
         """Return the number of items of a slice on all ranks together."""
@@ -264,28 +262,41 @@ class ItemEncoder:
         rows = min(SLICE_ROWS, max(SHARED_SLICE_ROWS, calls)) if self.budget.bucketed else SHARED_SLICE_ROWS
         return self.ranks.world_size * rows
 
-    def _encode_slice(self, current: _Slice, side: Side) -> Callable[[], Iterable[Encoded]]:
+    def _encode_slice(
+        self,
+        batch: _Collected,
+        shares: list[NDArray[np.int64]],
+        features: Features,
+        is_last: bool,
+        side: Side,
+    ) -> Callable[[], Iterable[Encoded]]:
         """Queue a slice on the device.
+
+        Args:
+            batch: Collects the vectors.
+            shares: Positions in the batch of the items of each rank.
+            features: Of this rank's share; of a spare item where that is empty.
+            is_last: Whether the batch is whole with this slice.
 
         Returns:
             A function that waits for the slice's vectors, and yields those of its batch if that is whole with it.
         """
         if not self.ranks.is_one:
             self.poll()
-        batch, is_last, places = current.batch, current.is_last, np.concatenate(current.shares)
-        sizes, counts = [len(share) for share in current.shares], self.encoder.num_vectors(current.features)
+        places = np.concatenate(shares)
+        sizes, counts = [len(share) for share in shares], self.encoder.num_vectors(features)
         share_size = sizes[self.ranks.rank]
         share_counts = np.ones(share_size, dtype=np.int64) if counts is None else counts[:share_size]
         with self._evaluating():
-            share_VE = self._encode_share(current.features, share_counts)
+            share_VE = self._encode_share(features, share_counts)
             if counts is not None:  # an encoder of one vector per row spares the exchange
                 all_counts = self.ranks.gather_objects(share_counts)
-                sizes, counts = [int(each.sum()) for each in all_counts], np.concatenate(all_counts)
+                sizes, counts = [int(rank_counts.sum()) for rank_counts in all_counts], np.concatenate(all_counts)
             host_VE, copied = self._transfer.to_host(self.ranks.rows_at_first(share_VE, sizes))
 
         if share_size:  # a spare item isn't counted
-            batch.num_truncated += current.features.num_truncated
-            self.num_truncated[side] += current.features.num_truncated
+            batch.num_truncated += features.num_truncated
+            self.num_truncated[side] += features.num_truncated
 
         def arrive() -> Iterable[Encoded]:
             if copied is not None:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from vembed.data.table import RecordTable
     from vembed.distributed.fsdp import ShardedEncoder
@@ -58,20 +57,18 @@ def stored_features(vectors_NE: NDArray[np.float32]) -> Features:
 
 def stored_pool(features: Features, slots: NDArray[np.int64]) -> Pool:
     """Return rows whose embeddings are known as the engine takes them."""
-    return Pool(_read_stored, _collate_stored, features, slots)
+    # The forward pass has nothing to compute and padding nothing to pad: rows are looked up and handed on.
+    return Pool(
+        lambda inputs: inputs[STORED],
+        lambda stored, rows, width: {STORED: torch.from_numpy(np.ascontiguousarray(stored.per_row[STORED][rows]))},  # noqa: ARG005
+        features,
+        slots,
+    )
 
 
 def is_stored(features: Features) -> bool:
     """Return whether features are embeddings already."""
     return STORED in features.per_row
-
-
-def _collate_stored(features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:  # noqa: ARG001
-    return {STORED: torch.from_numpy(np.ascontiguousarray(features.per_row[STORED][rows]))}
-
-
-def _read_stored(inputs: dict[str, Tensor]) -> Tensor:
-    return inputs[STORED]
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,19 +136,15 @@ class ExactIndex:
         if not more:
             return hits
         scores_Qk, rows_Qk = hits[0][:, :k], hits[1][:, :k]
-        for query in np.flatnonzero(hits[0][:, k - 1] == hits[0][:, k]).tolist():
-            scores_Qk[query], rows_Qk[query] = self._settle_ties(queries_QE[query], k)
-        return scores_Qk, rows_Qk
-
-    def _settle_ties(self, query_E: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return scores and rows of the k best of all vectors, (k,); of equal scores those of the lowest tie ranks."""
         assert self._tie_ranks_D is not None
-        # Unlike a BLAS, einsum adds up every row in the same order, so that equal vectors have equal scores.
-        scores_D = np.einsum("de,e->d", self._vectors_DE, query_E)
-        last = np.partition(scores_D, -k)[-k]
-        rows = np.flatnonzero(scores_D >= last)
-        rows = rows[np.lexsort((self._tie_ranks_D[rows], -scores_D[rows]))[:k]]
-        return scores_D[rows], rows
+        for query in np.flatnonzero(hits[0][:, k - 1] == hits[0][:, k]).tolist():
+            # Unlike a BLAS, einsum adds up every row in the same order, so that equal vectors have equal scores.
+            scores_D = np.einsum("de,e->d", self._vectors_DE, queries_QE[query])
+            last = np.partition(scores_D, -k)[-k]
+            rows = np.flatnonzero(scores_D >= last)
+            rows = rows[np.lexsort((self._tie_ranks_D[rows], -scores_D[rows]))[:k]]
+            scores_Qk[query], rows_Qk[query] = scores_D[rows], rows
+        return scores_Qk, rows_Qk
 
 
 def search_index(

@@ -409,7 +409,7 @@ class Mined:
     @classmethod
     def joined(cls, parts: list[Mined]) -> Mined:
         """Return the parts as one, in order."""
-        arrays = {each.name: np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)}
+        arrays = {column.name: np.concatenate([getattr(part, column.name) for part in parts]) for column in fields(cls)}
         return cls(**{**arrays, "refused_1R": arrays["refused_1R"].sum(axis=0, keepdims=True)})
 
 
@@ -484,7 +484,7 @@ class Miner:
                 block_B = np.arange(first, min(first + BLOCK_QUERIES, len(task.queries)))
                 part = self._mine_block(block_B, task, np.asarray(queries_UE[block_B]), documents_DE, index)
                 with _writing(self.folder), new_file(paths[number]) as temporary, temporary.open("wb") as file:
-                    np.savez(file, **{each.name: getattr(part, each.name) for each in fields(part)})
+                    np.savez(file, **{column.name: getattr(part, column.name) for column in fields(part)})
             if time.perf_counter() - last_line > SECONDS_BETWEEN_LINES:
                 last_line = time.perf_counter()
                 done = min(lap + ranks.world_size, len(missing)) * BLOCK_QUERIES
@@ -611,7 +611,7 @@ def _read(path: Path) -> Mined | None:
     """Return the block of a file; None where there is none, or it is damaged."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return Mined(**{each.name: arrays[each.name] for each in fields(Mined)})
+            return Mined(**{column.name: arrays[column.name] for column in fields(Mined)})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:

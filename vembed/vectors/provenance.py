@@ -86,10 +86,10 @@ def model_key(encoder: Encoder, *, frozen_only: bool = False) -> Key:
     Returns:
         "weights", the hash of all parameters and buffers, and "encoder", the hash of its settings.
     """
-    parameters = (each for each in encoder.named_parameters() if not (frozen_only and each[1].requires_grad))
+    parameters = (pair for pair in encoder.named_parameters() if not (frozen_only and pair[1].requires_grad))
     tensors = chain(parameters, encoder.named_buffers())
     # Sharded weights are gathered tensor by tensor: one at a time is whole in memory.
-    weights = tensors_sha256((name, whole_tensor(each) if is_shared(each) else each) for name, each in tensors)
+    weights = tensors_sha256((name, whole_tensor(tensor) if is_shared(tensor) else tensor) for name, tensor in tensors)
     return {"weights": weights, "encoder": digest(_settings(encoder))}
 
 
@@ -149,8 +149,8 @@ def preprocessing_digest(encoder: Encoder, modality: Modality, side: Side) -> st
 def features_digest(encoder: Encoder, items: Sequence[Item], side: Side) -> str:
     """Return the hash of what tokenizer and image processor make of items: prompts, cutting, sizes show in it."""
     total = hashlib.sha256()
-    for _, places in encoder.by_modality(items):
-        features = encoder.featurize([items[place] for place in places], side)
+    for _, rows in encoder.by_modality(items):
+        features = encoder.featurize([items[row] for row in rows], side)
         columns = {name: column.values for name, column in features.columns.items()}
         offsets = {f"{name} offsets": column.offsets for name, column in features.columns.items()}
         # With name, type and shape, so that no two different sets of columns run into the same bytes.

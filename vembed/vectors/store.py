@@ -272,7 +272,13 @@ class VectorStore:
                     values_VE = values_of(vectors)
                     check_finite(values_VE, self.name)
                     if block.start == num_done:  # the size of a row is known from here on
-                        self._require_space((num_items - num_done) * values_VE.nbytes // (block.stop - num_done))
+                        num_bytes = (num_items - num_done) * values_VE.nbytes // (block.stop - num_done)
+                        free, wanted = shutil.disk_usage(self.folder).free, FREE_SHARE * num_bytes
+                        if free < wanted:
+                            raise MachineError(
+                                f"{self.folder}: {wanted / 1e9:.1f} GB are needed to keep {self.what}, "
+                                f"{free / 1e9:.1f} GB are free. Free some space, or {self.advice}."
+                            )
                     # A block that is a copy keeps its numbers; of mixed blocks only what was encoded now is known.
                     copied = _copied_block(sources, source_N[block], row_N[block]) or {"num_truncated": 0, "seconds": 0}
                     with self._writing():
@@ -283,14 +289,6 @@ class VectorStore:
                         )
                 last = now
                 yield Progress(block.stop, num_cut, num_encoded / (now - began))
-
-    def _require_space(self, num_bytes: int) -> None:
-        free, wanted = shutil.disk_usage(self.folder).free, FREE_SHARE * num_bytes
-        if free < wanted:
-            raise MachineError(
-                f"{self.folder}: {wanted / 1e9:.1f} GB are needed to keep {self.what}, {free / 1e9:.1f} GB are free. "
-                f"Free some space, or {self.advice}."
-            )
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -161,7 +161,7 @@ class EmbeddingTeacher:
         self._sides: list[StoredSide] = []  # once it is known what it is
         outline = load_encoder(keys, image_limits=limits, with_weights=False)
         refuse_several_vectors(outline)
-        if strange := {each.modality for each in self._items} - outline.modalities:
+        if strange := {items.modality for items in self._items} - outline.modalities:
             raise ConfigError(
                 f"teacher_model_name: {outline.name} takes {modality_words(outline.modalities)}, and the training data "
                 f"hold {modality_words(strange)}; name a teacher that takes both"
@@ -184,7 +184,7 @@ class EmbeddingTeacher:
 
     def identity(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> Key:
         """Return the key of its vectors, without the side that an item is on."""
-        keys = [each.store.key for each in self._stored(ranks, autocast_dtype)]
+        keys = [side.store.key for side in self._stored(ranks, autocast_dtype)]
         of_model = {name: part for name, part in keys[0].items() if name != "side"}
         return {**of_model, "preprocessing": digest([key["preprocessing"] for key in keys])}
 
@@ -202,14 +202,16 @@ class EmbeddingTeacher:
     def _cost(self, outline: Encoder, devices: Devices) -> str:
         num_tokens = 0.0
         # 2 operations for each weight and token, at the share of peak that training reaches.
-        for each in self._items:
-            num_tokens += len(each) * outline.featurize(each.sample(SAMPLE_ITEMS), each.side).lengths.mean()
+        for part in self._items:
+            num_tokens += len(part) * outline.featurize(part.sample(SAMPLE_ITEMS), part.side).lengths.mean()
         layers = sum(layer.weight.numel() for layer in outline.modules() if isinstance(layer, nn.Linear))
         seconds = 2 * layers * num_tokens / (devices.count * PEAK_SHARE * devices.tflops * 1e12)
-        parameters, items = list(outline.parameters()), " and ".join(each.counted for each in self._items)
+        items = " and ".join(part.counted for part in self._items)
+        num_weights = sum(weight.numel() for weight in outline.parameters())
+        num_bytes = sum(weight.nbytes for weight in outline.parameters())
         return (
-            f"the teacher {self._keys.model_name} ({show_count(sum(each.numel() for each in parameters))} parameters, "
-            f"{show_bytes(sum(each.nbytes for each in parameters))} on each device until step 1) encodes {items} once, "
+            f"the teacher {self._keys.model_name} ({show_count(num_weights)} parameters, "
+            f"{show_bytes(num_bytes)} on each device until step 1) encodes {items} once, "
             f"before step 1: {show_count(num_tokens)} tokens, roughly {seconds:.0f} s; {show_bytes(self.num_bytes)} of "
             f"vectors go to {self._folder}"
         )
@@ -242,7 +244,7 @@ class PairTeacher:
         self._keys, self._folder = keys, folder
         self._load = cache(lambda: CrossEncoder(keys))
         self._key: Key = {}  # once it is known
-        if {each.modality for each in distinct_items(records)} != {"text"}:
+        if {part.modality for part in distinct_items(records)} != {"text"}:
             raise ConfigError(
                 f"teacher_model_name: the cross-encoder {keys.model_name} reads texts, and the data hold more"
             )

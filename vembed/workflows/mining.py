@@ -187,17 +187,17 @@ def _row(record: Record, mined: list[Item], *, replaces: bool, lists_grades: boo
         if isinstance(query, Composed) and query.text:
             row["query"] = query.text
         row["query_image"] = [_path(image) for image in pictures_in([query])]
-    positives, given = record.positives, () if replaces else record.negatives
+    positives, kept = record.positives, () if replaces else record.negatives
     if not positives:  # a pair that doesn't belong together: its label says so again
         count = len(record.negatives) if lists_grades else 1
-        positives, given = record.negatives[:count], record.negatives[count:]
+        positives, kept = record.negatives[:count], record.negatives[count:]
     row |= _side(positives, "positive", "positive_image")
-    row |= _side([*given, *mined], "negatives", "negative_images")
+    row |= _side([*kept, *mined], "negatives", "negative_images")
     if record.scores and lists_grades and record.positives:
         # The label lists grades in the order in which the reader will find the documents: what was mined has grade 0.
-        grades = record.scores[len(positives) : len(positives) + len(given)]
-        below = [*zip(given, grades, strict=True), *((item, 0.0) for item in mined)]
-        below.sort(key=lambda each: not isinstance(each[0], str))  # texts are read before pictures
+        grades = record.scores[len(positives) : len(positives) + len(kept)]
+        below = [*zip(kept, grades, strict=True), *((item, 0.0) for item in mined)]
+        below.sort(key=lambda pair: not isinstance(pair[0], str))  # texts are read before pictures
         row["label"] = [*record.scores[: len(positives)], *(grade for _, grade in below)]
     elif record.scores:  # of one truth or grade
         row["label"] = record.scores[0] if lists_grades else int(record.scores[0])
@@ -215,12 +215,12 @@ def _side(items: Any, texts_column: str, pictures_column: str) -> dict[str, Any]
         if isinstance(item, Composed) and (item.text or len(item.images) > 1):
             raise DataError("a document of a picture with a text, or of several pictures, can't stand in a mined row")
         pictures += [_path(image) for image in pictures_in([item])]
-    found: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
     if texts:
-        found[texts_column] = texts[0] if texts_column == "positive" and len(texts) == 1 else texts
+        cells[texts_column] = texts[0] if texts_column == "positive" and len(texts) == 1 else texts
     if pictures:
-        found[pictures_column] = pictures
-    return found
+        cells[pictures_column] = pictures
+    return cells
 
 
 def _path(image: Image) -> str:

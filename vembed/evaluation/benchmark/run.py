@@ -122,17 +122,14 @@ class SideVectors:
         """Key of the vectors, the items among it."""
         return {**self.made_of, "texts": self.items.digest}
 
-    def get(self) -> tuple[Vectors, Totals]:
-        """Return the vectors, and how many items were cut and what encoding took.
+    @cached_property
+    def vectors(self) -> tuple[Vectors, Totals]:
+        """The vectors, and how many items were cut and what encoding took; encoded or read when first asked for.
 
         Raises:
             MachineError: They can't be written.
             NonFiniteError: A vector holds NaN or infinity; its block isn't kept.
         """
-        return self._vectors
-
-    @cached_property
-    def _vectors(self) -> tuple[Vectors, Totals]:
         encode, side = self.encode, self.side
         if self.folder is not None and not encode.encoder.multi_vector:
             names = {"document": "documents", "query": "queries"}
@@ -164,9 +161,10 @@ class SharedVectors:
         """Key of the vectors, the items among it."""
         return self.own.key
 
-    def get(self) -> tuple[Vectors, Totals]:
-        """Return the vectors as `SideVectors.get` does; they take no time of their own."""
-        vectors, totals = self.source.get()
+    @property
+    def vectors(self) -> tuple[Vectors, Totals]:
+        """The vectors as those of `SideVectors`; they take no time of their own."""
+        vectors, totals = self.source.vectors
         if self.rows is None:
             return vectors, Totals(totals.num_truncated, seconds=0.0)
         num_truncated = self.own.count_truncated() if totals.num_truncated else 0
@@ -248,17 +246,19 @@ def run_benchmark(
         for model, label in zip(models, labels, strict=True):  # seconds now, against hours of encoding lost on it later
             check_model(options.variants, label, load_model(model))
     if options.bm25_language is not None:
-        for each in (each for each in sets if each.forward is None):
-            if reason := why_no_bm25(each.task):
+        for searched in sets:
+            if searched.forward is not None:  # a reversed set has pictures on one side: nothing for words
+                continue
+            if reason := why_no_bm25(searched.task):
                 _logger.info("%s", reason)
             else:
-                yield _bm25_entry(each, output, options, options.bm25_language)
+                yield _bm25_entry(searched, output, options, options.bm25_language)
     for model, label, folder in zip(models, labels, folders, strict=True):
         encoder = load_model(model)
         check_model(options.variants, label, encoder)
         run = _ModelRun(encoder, options, system=redact(model.model_name), label=label)
-        for each in sets:
-            yield run.entry(each, output, folder=folder)
+        for searched in sets:
+            yield run.entry(searched, output, folder=folder)
         del encoder, run
         gc.collect()  # two large models don't fit at once
 
@@ -408,8 +408,8 @@ class _SetRun:
 
     def stored(self, variant: Variant) -> Stored:
         """Search a variant, score what it finds, and time it."""
-        documents, document_facts = self._documents.get()
-        queries, query_facts = self._queries.get()
+        documents, document_facts = self._documents.vectors
+        queries, query_facts = self._queries.vectors
         builder, poll = self._builder(), self._run.options.poll
         # The seconds of a result are those of searching and of encoding in all runs that made the vectors.
         started = time.perf_counter()

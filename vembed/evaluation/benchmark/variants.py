@@ -132,10 +132,10 @@ def check_model(variants: Sequence[Variant], model: str, encoder: Encoder) -> No
             )
         return
     asked = {variant.dimension or 0 for variant in variants}
-    over = sorted(each for each in asked if each > dimension)
+    over = sorted(dim for dim in asked if dim > dimension)
     if over:
         raise ConfigError(
-            f"--dims {','.join(str(each) for each in over)}: {model} has {dimension} dimensions; give at most "
+            f"--dims {','.join(str(dim) for dim in over)}: {model} has {dimension} dimensions; give at most "
             f"{dimension}, or leave this model out"
         )
     for variant in variants:

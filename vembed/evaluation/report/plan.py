@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vembed.pages.page import Items, Note, Section, Table, pairs_table
 from vembed.pages.text import value_text
@@ -18,28 +18,22 @@ PEAK_CAPTION = "The total is that of a step's worst moment: the parts, less the 
 """Caption of a table that has this column."""
 
 
-class PlanParts(NamedTuple):
-    """A plan as the page shows it."""
-
-    reasons: list[str]
-    settings: list[tuple[str, str]]  # (key, value)
-    tables: list[tuple[str, list[dict[str, str]]]]  # (key, its records)
-
-
 def plan_section(plan: Mapping[str, object]) -> Section:
     """Return the reasons of the plan, its settings, and the ways that were compared."""
-    parts = plan_parts(plan)
+    reasons, settings, tables = plan_parts(plan)
     blocks: list[Block] = []
-    if parts.reasons:
-        blocks.append(Items([Note(reason) for reason in parts.reasons], ordered=True))
-    if parts.settings:
-        blocks.append(pairs_table("Plan", parts.settings, "The settings of the plan."))
-    blocks += [records_table(name, rows) for name, rows in parts.tables]
+    if reasons:
+        blocks.append(Items([Note(reason) for reason in reasons], ordered=True))
+    if settings:
+        blocks.append(pairs_table("Plan", settings, "The settings of the plan."))
+    blocks += [records_table(name, rows) for name, rows in tables]
     return Section("plan", "Plan", blocks or [Note("No plan was given.", muted=True)])
 
 
-def plan_parts(plan: Mapping[str, object]) -> PlanParts:
-    """Split a plan into reasons, settings and tables.
+def plan_parts(
+    plan: Mapping[str, object],
+) -> tuple[list[str], list[tuple[str, str]], list[tuple[str, list[dict[str, str]]]]]:
+    """Split a plan into its reasons, its settings as (key, value), and its tables as (key, records).
 
     Lists of mappings, such as the candidates, are records of their keys; lists of texts are records of one column.
     """
@@ -56,7 +50,7 @@ def plan_parts(plan: Mapping[str, object]) -> PlanParts:
             records.append((key, [{key: entry} for entry in entries]))
         else:
             settings.append((key, value_text(key, value)))
-    return PlanParts(reasons, settings, records)
+    return reasons, settings, records
 
 
 def _flat(record: Mapping[str, object]) -> dict[str, str]:

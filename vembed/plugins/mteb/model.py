@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from vembed.api.model import EmbeddingModel
     from vembed.batch import Modality, Side
     from vembed.data.python_rows import ItemInput
-    from vembed.models.encoder import Encoder
 
 EXTRA = "mteb"
 UNSET = ("license", "open_weights", "public_training_code", "public_training_data", "release_date", "languages")
@@ -73,10 +72,19 @@ class MtebModel:
         """
         model, encoder = self._model, self._model.item_encoder(1).encoder
         meta = import_extra("mteb.models", EXTRA, "the model card of MTEB").ModelMeta
+        # OWNER/MODEL: a hub id as it is, of a folder the last two parts that tell something.
+        parts = [part for part in Path(model.name).parts if part != "/"]
+        if len(parts) > 1 and parts[-1] == MODEL_FOLDER:
+            parts.pop()
+        # The revision is a hash of everything that the vectors depend on, but for the device: it changes their last
+        # bits alone, and results should survive a move to another machine.
+        options = {key: value for key, value in model.options.items() if key != "device" and value is not None}
+        features = {name: features_digest(encoder, items, side) for name, items, side in sample_kinds(encoder)}
+        revision = digest([model_key(encoder), encoder.similarity, features, options])[:16]
         known = {
             "loader": None,
-            "name": _name(model.name),
-            "revision": _revision(model, encoder),
+            "name": redact("/".join(["local", *parts][-2:])),
+            "revision": revision,
             "n_parameters": sum(parameter.numel() for parameter in encoder.parameters()),
             "max_tokens": model.max_length,
             "embed_dim": model.dimension,
@@ -133,22 +141,6 @@ def _slices(batches: Iterable[Mapping[str, Any]], model: EmbeddingModel) -> Iter
             rows = []
     if rows:
         yield rows
-
-
-def _name(name: str) -> str:
-    """Return a model's name as OWNER/MODEL: a hub id as it is, of a folder the last two parts that tell something."""
-    parts = [part for part in Path(name).parts if part != "/"]
-    if len(parts) > 1 and parts[-1] == MODEL_FOLDER:
-        parts.pop()
-    return redact("/".join(["local", *parts][-2:]))
-
-
-def _revision(model: EmbeddingModel, encoder: Encoder) -> str:
-    """Return a hash of everything that the vectors depend on."""
-    # The device changes the last bits alone, and results should survive a move to another machine.
-    options = {key: value for key, value in model.options.items() if key != "device" and value is not None}
-    features = {name: features_digest(encoder, items, side) for name, items, side in sample_kinds(encoder)}
-    return digest([model_key(encoder), encoder.similarity, features, options])[:16]
 
 
 def find_tasks(names: Sequence[str]) -> list[Any]:

@@ -89,7 +89,7 @@ _log = logging.getLogger(__name__)
 
 DISK_MARGIN = 1.2
 USUAL_THUMBNAIL_BYTES = 8_192
-"""What the copy of a photograph takes, for the check of the disk."""
+"""Of the copy of a photograph, as a rule: what the check of the disk reckons with."""
 
 SECONDS_BETWEEN_LINES = 10.0
 _ADVICE = "choose another folder"
@@ -309,7 +309,15 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
     try:
         meta = _write_files(part, corpus, encode, options)
         if encode.ranks.is_first:
-            _publish(part, output, meta, options.form)
+            files = part / "index"
+            if options.form != "index":
+                write_table(files, output, meta, options.form)
+            else:
+                with new_folder(output, keeps=is_others) as temporary:
+                    # Links: the files stay in the part too, until the output is whole.
+                    for name in (*meta.files, META_FILE, CHECKSUMS_FILE):
+                        _link(files / name, temporary / name)
+            shutil.rmtree(part, ignore_errors=True)
         encode.ranks.gather_objects(None)  # all wait: the first one may fail
     except PreemptedError:
         raise
@@ -337,19 +345,6 @@ def clean_killed(output: Path) -> None:
 
 def _part(output: Path) -> Path:
     return output.with_name(f".{output.name}.part")
-
-
-def _publish(part: Path, output: Path, meta: IndexMeta, form: str) -> None:
-    """Give the output its name."""
-    folder = part / "index"
-    if form != "index":
-        write_table(folder, output, meta, form)
-    else:
-        with new_folder(output, keeps=is_others) as temporary:
-            # Links: the files stay in the part too, until the output is whole.
-            for name in (*meta.files, META_FILE, CHECKSUMS_FILE):
-                _link(folder / name, temporary / name)
-    shutil.rmtree(part, ignore_errors=True)
 
 
 def _link(path: Path, name: Path) -> None:
@@ -549,7 +544,8 @@ def _copies(folder: Path, written: Written, corpus: Corpus, encode: ItemEncoder)
     def copied(lists: Iterable[Sequence[Document]]) -> Generator[Encoded]:
         for documents in lists:
             copies = []
-            for small in make_thumbnails([each.item for each in documents], corpus.limits, torch.get_num_threads()):
+            pictured = [document.item for document in documents]
+            for small in make_thumbnails(pictured, corpus.limits, torch.get_num_threads()):
                 if encode.ranks.is_one:
                     encode.poll()
                 copies.append(small)

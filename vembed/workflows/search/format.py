@@ -148,15 +148,23 @@ def read_meta(folder: Path) -> IndexMeta:
         ConfigError: There is no index, it is of a later version, or a file is missing or cut.
     """
     path = folder / META_FILE
-    meta = parse_meta(_read_json(path), path)
+    if not is_file(path):
+        raise ConfigError(f"{folder} holds no index: there is no {META_FILE}; make one with vembed encode")
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} can't be read: {error}; encode the corpus again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__} instead of an object; encode the corpus again")
+    meta = parse_meta(content, path)
     Checksums(folder).check(META_FILE)
     # Sizes now, hashes when a file is used: a copy that was cut off is told at once and for nothing.
     for name in meta.files:
         size = meta.file_bytes.get(name, 0)
         actual = (folder / name).stat().st_size if is_file(folder / name) else None
         if actual != size:
-            found = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
-            raise ConfigError(f"{folder / name} {found}; encode the corpus again with --overwrite")
+            fault = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
+            raise ConfigError(f"{folder / name} {fault}; encode the corpus again with --overwrite")
     return meta
 
 
@@ -189,18 +197,6 @@ def parse_meta(content: dict[str, Any], path: Path) -> IndexMeta:
         (first, *_) = error.errors()
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{path} is broken: {where}: {first['msg']}; encode the corpus again") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not is_file(path):
-        raise ConfigError(f"{path.parent} holds no index: there is no {path.name}; make one with vembed encode")
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} can't be read: {error}; encode the corpus again") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__} instead of an object; encode the corpus again")
-    return content
 
 
 def line_offsets(path: Path) -> NDArray[np.int64]:

@@ -194,8 +194,9 @@ class SearchIndex:
         # FAISS finds vectors, not documents: those of the query's vectors together name the documents that MaxSim, over
         # all of their vectors, then ranks. Searching a document's offsets maps a vector back to it.
         nearest = min(max(CANDIDATES, 4 * k), self._index.ntotal)
-        _, found = search_index(self._index, np.ascontiguousarray(query.values), k=nearest)
-        candidates = np.unique(np.searchsorted(self._documents.offsets, found[found >= 0], side="right") - 1)
+        _, vector_rows = search_index(self._index, np.ascontiguousarray(query.values), k=nearest)
+        vector_rows = vector_rows[vector_rows >= 0]  # FAISS fills up with -1
+        candidates = np.unique(np.searchsorted(self._documents.offsets, vector_rows, side="right") - 1)
         if not len(candidates):
             return np.zeros(0, dtype=np.float32), candidates
         self._check_vectors(candidates)

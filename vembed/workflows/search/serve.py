@@ -152,10 +152,6 @@ class SearchPage:
         return self._render(answer=answer)
 
 
-def _webp_uri(copy: bytes) -> str:
-    return f"data:image/webp;base64,{base64.b64encode(copy).decode('ascii')}"
-
-
 def _cut(text: str, characters: int) -> str:
     """Cut a text at a word's end; an ellipsis says that something is missing."""
     if len(text) <= characters:
@@ -163,7 +159,12 @@ def _cut(text: str, characters: int) -> str:
     return f"{text[:characters].rpartition(' ')[0] or text[:characters]} …"
 
 
-_ENVIRONMENT.filters |= {"cut": _cut, "thumbnail_size": thumbnail_size, "visible": visible, "webp_uri": _webp_uri}
+_ENVIRONMENT.filters |= {
+    "cut": _cut,
+    "thumbnail_size": thumbnail_size,
+    "visible": visible,
+    "webp_uri": lambda copy: f"data:image/webp;base64,{base64.b64encode(copy).decode('ascii')}",
+}
 
 
 # The server -----------------------------------------------------------------------------------------------------------
@@ -213,7 +214,15 @@ class SearchServer(ThreadedWSGIServer):
     def _answer(self, request: Request) -> Response:
         question = _Question()
         try:
-            self._check_address(request)
+            if request.method not in METHODS:
+                abort(HTTPStatus.NOT_IMPLEMENTED, f"Unsupported method ({request.method!r})")
+            # Against DNS rebinding: a foreign name that was pointed at this address still stands in the Host header.
+            if not host_is_trusted(request.headers.get("Host"), OWN_NAMES):
+                abort(HTTPStatus.FORBIDDEN, f"This page is at {self.url} only.")
+            if request.path != "/":
+                abort(HTTPStatus.NOT_FOUND, "There is one page here, at /.")
+            if len(list(request.args.items(multi=True))) > MAX_FIELDS:
+                abort(HTTPStatus.BAD_REQUEST, "Too many fields.")
             if request.method == "POST":
                 # Received first, with no slot held: a slow sender must not keep others from being searched.
                 with self._received(request) as form, self._forms:
@@ -224,17 +233,6 @@ class SearchServer(ThreadedWSGIServer):
         except HTTPException as refusal:
             answer = Answer(query=question.query, k=question.k, problem=refusal.description or refusal.name)
             return self.response(refusal.code or HTTPStatus.INTERNAL_SERVER_ERROR, answer)
-
-    def _check_address(self, request: Request) -> None:
-        if request.method not in METHODS:
-            abort(HTTPStatus.NOT_IMPLEMENTED, f"Unsupported method ({request.method!r})")
-        # Against DNS rebinding: a foreign name that was pointed at this address still stands in the Host header.
-        if not host_is_trusted(request.headers.get("Host"), OWN_NAMES):
-            abort(HTTPStatus.FORBIDDEN, f"This page is at {self.url} only.")
-        if request.path != "/":
-            abort(HTTPStatus.NOT_FOUND, "There is one page here, at /.")
-        if len(list(request.args.items(multi=True))) > MAX_FIELDS:
-            abort(HTTPStatus.BAD_REQUEST, "Too many fields.")
 
     @contextmanager
     def _received(self, request: Request) -> Iterator[IO[bytes]]:

@@ -131,7 +131,18 @@ def train_seeds(config: Config, runner: Runner, steps_of: Callable[[Trial], int]
     except OSError as error:
         raise MachineError(f"{folder} can't be written: {error}; free some space, and run again") from error
     write_page(folder, seeds_page(report), name=NAME)
-    for line in _closing_lines(report):
+    values = "  ".join(
+        f"{outcome.trial.name} {value:.4f}" for outcome, value in zip(report.outcomes, report.whole.finals, strict=True)
+    )
+    lines = [f"seeds   {values}  (standard deviation {report.whole.spread:.4f})", f"model   {report.keeps}"]
+    lines += [f"report  {report.kept.folder.parent / f'{NAME}.html'}"]
+    if len(report.sets) > 1:
+        lines += [f"{result.role:<5}  {result.name}: {result.sentence}" for result in report.sets]
+    lines += [f"caveat  {report.kept.trial.name}: {caveat}" for caveat in report.kept.caveats]
+    # The verdict stands last, right above the prompt, with the guard sets that it cost.
+    lost = [result.name for result in report.sets if result.is_forgotten]
+    lines += [report.whole.verdict.sentence + (f"; forgets on {', '.join(lost)}" if lost else "")]
+    for line in lines:
         _log.info("%s", line)
     if failed:  # last: those that finished are judged and written, and the exit code says that one is missing
         raise MachineError(f"{len(finished)} of {len(outcomes)} seeds finished, and the verdict is of those; {failed}")
@@ -170,21 +181,6 @@ def _judge(outcomes: Sequence[Outcome], metric: str, command: str) -> SeedsRepor
         by_seed_pairs = [[result.pairs[seed] for result in alike] for seed in range(len(outcomes))]
         whole = seeds_verdict(by_seed_pairs, alike[0].metric)
     return SeedsReport(outcomes, kept, sets, whole, dev_metric(outcomes, metric), command)
-
-
-def _closing_lines(report: SeedsReport) -> list[str]:
-    """Return the lines that end the command."""
-    values = "  ".join(
-        f"{outcome.trial.name} {value:.4f}" for outcome, value in zip(report.outcomes, report.whole.finals, strict=True)
-    )
-    lines = [f"seeds   {values}  (standard deviation {report.whole.spread:.4f})", f"model   {report.keeps}"]
-    lines += [f"report  {report.kept.folder.parent / f'{NAME}.html'}"]
-    if len(report.sets) > 1:
-        lines += [f"{result.role:<5}  {result.name}: {result.sentence}" for result in report.sets]
-    lines += [f"caveat  {report.kept.trial.name}: {caveat}" for caveat in report.kept.caveats]
-    sentence = report.whole.verdict.sentence
-    lost = [result.name for result in report.sets if result.is_forgotten]
-    return [*lines, f"{sentence}; forgets on {', '.join(lost)}" if lost else sentence]
 
 
 def seeds_page(report: SeedsReport) -> Page:

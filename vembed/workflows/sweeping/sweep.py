@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
     from vembed.config.schema import Config
     from vembed.workflows.sweeping.keys import SweepKeys
-    from vembed.workflows.sweeping.report import Ranked
     from vembed.workflows.sweeping.space import Tried
 
 Train: TypeAlias = Callable[[Trial], Outcome]
@@ -111,7 +110,17 @@ def run_sweep(keys: SweepKeys, path: Path | None, overrides: Sequence[str], comm
     with StopSignal(advice=GO_ON) as stop:
         process = TrainProcess(path, overrides, stop.poll)
         if keys.dry_run:
-            _print_cost(keys, _counted(trials, process, {}), process)
+            trials = _counted(trials, process, {})
+            _, total, line = _amount(keys, trials)
+            for trial in () if keys.optuna else trials:
+                print(f"{trial.name}  {trial.steps:,} steps  {trial.values}")
+            print(line)
+            # One short run of the first trial stands for all: the others are taken to need as long for a step.
+            first = trials[0]
+            _log.info("trying %d steps of the first one to estimate the time", min(PROBE_STEPS, first.steps))
+            seconds = process.seconds(first)
+            in_all = show_duration(seconds / first.steps * total)
+            print(f"about {show_duration(seconds)} for the first, {in_all} in all")
             return
         with hold_output(folder):
             request = Request.of(asked, config, _targets(entry.key for entry in tried)).go_on(folder, config)
@@ -222,18 +231,6 @@ def _amount(keys: SweepKeys, trials: Sequence[Trial]) -> tuple[int, int, str]:
     return count, total, line
 
 
-def _print_cost(keys: SweepKeys, trials: Sequence[Trial], process: TrainProcess) -> None:
-    """List the trials with their steps, and estimate the time from a short run of the first."""
-    _, total, line = _amount(keys, trials)
-    for trial in () if keys.optuna else trials:
-        print(f"{trial.name}  {trial.steps:,} steps  {trial.values}")
-    print(line)
-    first = trials[0]
-    _log.info("trying %d steps of the first one to estimate the time", min(PROBE_STEPS, first.steps))
-    seconds = process.seconds(first)
-    print(f"about {show_duration(seconds)} for the first, {show_duration(seconds / first.steps * total)} in all")
-
-
 def _report(outcomes: Sequence[Outcome], folder: Path, chosen_by: str, facts: Mapping[str, str], command: str) -> None:
     """Print the table of the trials, write it with a page, and compare the best runs.
 
@@ -241,7 +238,7 @@ def _report(outcomes: Sequence[Outcome], folder: Path, chosen_by: str, facts: Ma
         chosen_by: The key `metric_for_best_model`.
     """
     from vembed.pages.write import write_page
-    from vembed.workflows.sweeping.report import chosen_lines, rank, sweep_page, terminal_lines
+    from vembed.workflows.sweeping.report import IN_FULL, chosen_lines, rank, sweep_page, terminal_lines
 
     metric = dev_metric(outcomes, chosen_by)
     ranked = rank(outcomes, metric)
@@ -253,20 +250,15 @@ def _report(outcomes: Sequence[Outcome], folder: Path, chosen_by: str, facts: Ma
         raise MachineError(f"all {len(outcomes)} trials failed; the lines above say how each is tried again")
     write_page(folder, sweep_page(ranked, metric, has_test=has_test, facts=facts, command=command), name="sweep")
     print(f"report: {redact(str(folder / 'sweep.html'))}")
-    _compare(ranked, folder / "comparison", chosen_by)
-
-
-def _compare(ranked: Sequence[Ranked], output: Path, metric: str) -> None:
-    """Put the best runs side by side: curves, time and memory, and the queries that each wins and loses."""
-    from vembed.workflows.sweeping.report import IN_FULL
-
     folders = [str(row.outcome.folder) for row in ranked if row.word in IN_FULL][:MOST_COMPARED]
     if len(folders) < 2:
         return
     from vembed.workflows.comparison.compare import compare_runs
 
-    command = redact(shlex.join(["vembed", "compare", *folders, "--output", str(output)]))
-    compare_runs(folders, output, metric=metric, command=command)
+    # The best runs side by side: curves, time and memory, and the queries that each wins and loses.
+    output = folder / "comparison"
+    again = redact(shlex.join(["vembed", "compare", *folders, "--output", str(output)]))
+    compare_runs(folders, output, metric=chosen_by, command=again)
     what = "the two trials" if len(folders) == len(ranked) == 2 else f"the best {len(folders)} trials"
     print(f"comparison of {what}: {redact(str(output / 'compare.html'))}")
 

@@ -61,7 +61,7 @@ PROBE_STEPS: Final = 3
 """Steps of the short run that a time is estimated from."""
 
 _NOBODYS = (LOCK_FILE, "plan.json", "config.yaml")
-"""What the lock and `--plan` leave in a folder that nothing was trained in."""
+"""Files that the lock and `--plan` leave in a folder that nothing was trained in."""
 
 _MAKES_ROWS = ("data", "loss", "max_image", "max_invalid", "teacher")
 """Beginnings of keys that decide what a trial's training rows hold."""

@@ -1,4 +1,4 @@
-"""How many queries improved or got worse by the training, and by how much."""
+"""Queries that improved or got worse by the training: their number, and by how much."""
 
 from __future__ import annotations
 

@@ -162,6 +162,7 @@ def stranger(tmp_path: Path):
     return run
 
 
+@pytest.mark.slow
 def test_an_installed_package_brings_a_command(stranger, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("three short words")
     done = stranger("-m", "vembed", "count-words", "notes.txt")

@@ -37,16 +37,18 @@ def test_the_module_writes_the_reference(tmp_path: Path) -> None:
 
 
 def test_the_front_page_has_a_line_for_each_key_that_leads_to_its_place() -> None:
+    pages = render_pages()
     rows = re.findall(r"^\| \[`(\w+)`\]\(([\w/-]+\.md)#(\w+)\) \| (.+) \| (.+) \|$", render_reference(), re.MULTILINE)
     assert [row[0] for row in rows] == list(key_names())
     for name, page, anchor, _, _ in rows:
         assert anchor == name
-        assert f"\n## `{name}`\n" in render_pages()[page]
+        assert f"\n## `{name}`\n" in pages[page]
 
 
 def test_the_reference_has_the_values_default_and_meaning_of_each_key() -> None:
+    pages = render_pages()
     for title in SECTIONS:
-        page = render_pages()[page_of(title)]
+        page = pages[page_of(title)]
         keys = re.split(r"^## `(\w+)`\n", page, flags=re.MULTILINE)[1:]
         assert keys[::2] == list(section_keys(title))
         for name, text in zip(keys[::2], keys[1::2], strict=True):

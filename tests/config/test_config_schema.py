@@ -262,10 +262,11 @@ def test_a_rule_reads_no_key_that_it_does_not_name() -> None:
             self.read.add(name)
             return getattr(self.config, name)
 
+    configs = [constructed(values) for values in [{}, *(parts(row)[0] for row in ROWS)]]
     watched_something = False
     for rule in rules():
-        for values in [{}, *(parts(row)[0] for row in ROWS)]:
-            watched = Watched(constructed(values))
+        for config in configs:
+            watched = Watched(config)
             rule.violation(watched)
             assert watched.read <= set(rule.keys), rule.sentence
             watched_something |= bool(watched.read)

@@ -305,6 +305,7 @@ def test_locations_are_the_functions_that_they_name() -> None:
         assert re.match(r"\s*(async )?def \w+\(", (root / file).read_text("utf-8").splitlines()[int(line) - 1])
 
 
+@pytest.mark.slow
 def test_no_tests_and_no_installed_packages_are_read() -> None:
     files = {
         record.location.partition(":")[0] for split in SPLITS for record in load_builtin("stdlib-code", split).table

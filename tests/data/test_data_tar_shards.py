@@ -350,6 +350,7 @@ def extended(*bodies: bytes) -> bytes:
     return b"".join(part("x", tarfile.XHDTYPE, body) for body in bodies) + part("1.txt", tarfile.REGTYPE, b"abc")
 
 
+@pytest.mark.slow
 def test_extended_headers_cost_what_their_bytes_do(tmp_path: Path) -> None:
     member = extended(b"6 a=b\n" * tar_shards.MAX_RECORDS)
     (tmp_path / "many.tar").write_bytes(member * (8 * 2**20 // len(member)) + bytes(1024))

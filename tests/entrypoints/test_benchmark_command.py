@@ -235,6 +235,7 @@ def test_an_interrupted_benchmark_goes_on_where_it_stopped(
     assert numbers(board_of(tmp_path / "undisturbed")) == found
 
 
+@pytest.mark.slow
 def test_a_damaged_vector_file_is_told_and_encoded_again(
     models: list[Path], sets: list[Path], tmp_path: Path, encoded: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,6 +142,7 @@ def test_every_language_that_the_key_names_is_one_of_the_stemmer_and_of_the_stop
         assert f"(bm25_language: {language})" in result.notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("VEMBED_TEST_DATA" not in os.environ, reason="VEMBED_TEST_DATA names no folder with tldr/")
 def test_stems_and_parted_names_find_more_of_tldr_than_plain_words() -> None:
     task = read(str(Path(os.environ["VEMBED_TEST_DATA"]) / "tldr"), "test").judged()

@@ -105,6 +105,7 @@ def test_intervals_hold_the_truth_and_know_that_pairs_of_one_query_resemble_each
     assert too_narrow < held
 
 
+@pytest.mark.slow
 def test_the_interval_of_average_precision_holds_the_truth_for_50_pairs() -> None:
     def drawn_pairs(rng: np.random.Generator, count: int) -> tuple[GradedPairs, dict[str, Any]]:
         truth_P = (rng.random(count) < 0.5).astype(np.float64)

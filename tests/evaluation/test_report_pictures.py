@@ -196,6 +196,7 @@ def test_a_picture_that_stands_on_the_page_often_is_decoded_once(
     assert len(shown.named("img")) > 12
 
 
+@pytest.mark.slow
 def test_a_page_full_of_pictures_that_no_encoder_makes_small_stays_under_2_megabytes() -> None:
     ids = [f"q{number:03}" for number in range(40)]
     photos = [noise(number, 200) for number in range(10)]

@@ -106,6 +106,7 @@ def test_a_hundred_large_steps_see_few_shapes_and_little_padding(
     assert padding <= 1.06
 
 
+@pytest.mark.slow
 def test_large_steps_of_real_texts_see_few_shapes_and_little_padding(real_data: Path) -> None:
     commands = token_lengths(real_data / "tldr" / "train.jsonl", "query", "positive")
     abstracts = token_lengths(real_data / "scifact" / "corpus.jsonl", "text")

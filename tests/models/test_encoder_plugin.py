@@ -123,6 +123,7 @@ def test_the_recipe_keeps_the_contract_of_every_encoder(folder: Path) -> None:
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= len(promises) - 1
 
 
+@pytest.mark.slow
 def test_a_vector_that_depends_on_its_company_breaks_the_contract(folder: Path) -> None:
     sound = "* mask[..., None]).sum(dim=1))"
     assert CODE.count(sound) == 1

@@ -281,6 +281,7 @@ def test_another_pooling_that_the_family_has_is_taken_and_one_that_it_hasnt_is_r
         loaded(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_what_sentence_transformers_saves_again_loads_here(folders: dict[str, Path], tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     for kind in ("clip", "siglip", "vit"):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 from kit.runs import ROOT, RUN, Site, environment, run_here, run_keys, write_config
 
-from vembed.entrypoints import export
-from vembed.entrypoints.command import quiet_libraries
+from vembed.entrypoints import command, export
+from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.train import main
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "faiss")  # pyarrow, which holds the rows, takes 60 ms
@@ -275,3 +279,19 @@ def test_progress_bars_are_off_in_libraries_that_were_imported_before(monkeypatc
     assert not utils.are_progress_bars_disabled()
     quiet_libraries()
     assert utils.are_progress_bars_disabled()
+
+
+@pytest.mark.parametrize("began", [True, False], ids=["behind its end", "before it begins"])
+def test_a_signal_just_outside_of_a_command_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], began: bool
+) -> None:
+    @contextmanager
+    def interrupted(**_: bool) -> Iterator[None]:
+        if began:
+            yield
+        os.kill(os.getpid(), signal.SIGINT)
+        yield
+
+    monkeypatch.setattr(command, "printed_lines", interrupted)
+    assert run_command(lambda: 0) == 130
+    assert capsys.readouterr().err == "error: stopped by SIGINT\n"

@@ -128,8 +128,12 @@ def run_command(
         watchdog: Tells the other processes how this one fails; the command's body starts it.
         stop: Turns signals into a way out; the command's body asks it where there is something to save.
     """
+    watchdog = watchdog or Watchdog()
     with stop or StopSignal(at_once=True):
-        return _run(command, log_to_stderr=log_to_stderr, in_several=in_several, watchdog=watchdog or Watchdog())
+        try:
+            return _run(command, log_to_stderr=log_to_stderr, in_several=in_several, watchdog=watchdog)
+        except LeaveNow as left:  # the signal came just before the command began, or just behind its end
+            return _end(watchdog, left, code=left.exit_code, message=str(left), prefix="")
 
 
 def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, watchdog: Watchdog) -> int:

@@ -281,13 +281,13 @@ def test_progress_bars_are_off_in_libraries_that_were_imported_before(monkeypatc
     assert utils.are_progress_bars_disabled()
 
 
-@pytest.mark.parametrize("began", [True, False], ids=["behind its end", "before it begins"])
+@pytest.mark.parametrize("has_run", [True, False], ids=["behind its end", "before it begins"])
 def test_a_signal_just_outside_of_a_command_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], began: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_run: bool
 ) -> None:
     @contextmanager
     def interrupted(**_: bool) -> Iterator[None]:
-        if began:
+        if has_run:
             yield
         os.kill(os.getpid(), signal.SIGINT)
         yield

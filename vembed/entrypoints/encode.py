@@ -60,9 +60,8 @@ def _run(given: Mapping[str, Any], words: Sequence[str], watchdog: Watchdog) -> 
         return code
     if options.ray is None and options.ray_workers is not None:
         raise ConfigError("--ray-workers is for --ray; add it, or start several processes with torchrun")
-    if (
-        options.ray is not None and find_spec("ray") is None
-    ):  # importing it takes a second, and comes before its settings
+    # Its import takes a second, and must come before its settings: only where it is missing is it tried here.
+    if options.ray is not None and find_spec("ray") is None:
         import_extra("ray", "ray", "--ray")
     output = home_path(options.output)
     # The name of the output decides the form, so a contradiction is told before anything is read.

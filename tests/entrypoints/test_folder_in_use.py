@@ -22,7 +22,7 @@ from kit.runs import (
 import vembed
 from vembed.entrypoints import encode, evaluate, export
 from vembed.errors import ConfigError
-from vembed.training.loop import Trainer
+from vembed.training.loop import TrainingLoop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,9 +65,9 @@ def test_a_second_run_is_refused_at_once_and_the_first_ends_as_if_alone(
     alone = run_keys(tmp_path / "alone", keys)
     met: list[subprocess.CompletedProcess[str]] = []
     changed: list[bool] = []
-    step_of = Trainer.train_step
+    step_of = TrainingLoop.train_step
 
-    def step(trainer: Trainer, number: int) -> Any:
+    def step(trainer: TrainingLoop, number: int) -> Any:
         if number == 3:
             config = tmp_path / "two" / "config.yaml"
             before = contents(tmp_path / "two")
@@ -76,7 +76,7 @@ def test_a_second_run_is_refused_at_once_and_the_first_ends_as_if_alone(
             changed.append(contents(tmp_path / "two") != before)
         return step_of(trainer, number)
 
-    monkeypatch.setattr(Trainer, "train_step", step)
+    monkeypatch.setattr(TrainingLoop, "train_step", step)
     first = run_keys(tmp_path / "two", keys)
     assert first.code == alone.code == 0
     assert [second.returncode for second in met] == [2]

@@ -13,7 +13,7 @@ from kit.runs import Outcome, Site, assert_same_run, run_keys, steps_saved
 
 import vembed
 from vembed.training import saving as space
-from vembed.training.loop import Trainer
+from vembed.training.loop import TrainingLoop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,15 +67,15 @@ def keys(site: Site, bag: Path) -> dict[str, Any]:
 
 def train(disk: Disk, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, left: int) -> Outcome:
     """Run on a disk that somebody fills after the last step, but for so many bytes."""
-    log = Trainer.log
+    log = TrainingLoop.log
 
-    def fill(self: Trainer, metrics: Any) -> None:
+    def fill(self: TrainingLoop, metrics: Any) -> None:
         log(self, metrics)
         if self.state.step == self.run.plan.steps.total:
             disk.leave(left)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "log", fill)
+        patch.setattr(TrainingLoop, "log", fill)
         return run_keys(disk.path, keys)
 
 

@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 import vembed.training.evaluations as room
 from vembed.gradcache.engine import GradCacheEngine
 from vembed.training.evaluations import Evaluations
-from vembed.training.loop import Trainer
+from vembed.training.loop import TrainingLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -297,14 +297,14 @@ def test_one_sigint_is_a_preemption(site: Site, tmp_path: Path, monkeypatch: pyt
 
 def signal_after_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
     """Send a signal to this process when a step is logged."""
-    log = Trainer.log
+    log = TrainingLoop.log
 
-    def log_and_signal(self: Trainer, metrics: Any) -> None:
+    def log_and_signal(self: TrainingLoop, metrics: Any) -> None:
         log(self, metrics)
         if self.state.step == step:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(Trainer, "log", log_and_signal)
+    monkeypatch.setattr(TrainingLoop, "log", log_and_signal)
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, config: Path, step: int) -> Outcome:

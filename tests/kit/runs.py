@@ -19,7 +19,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from kit.warm import WarmProcess, run_warm
 from vembed.entrypoints.train import main
-from vembed.training.loop import Trainer
+from vembed.training.loop import TrainingLoop
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "run.py"
@@ -205,9 +205,9 @@ class Killed(BaseException):
 
 def run_killed(config: Path, *, before: int | None = None, after: int | None = None) -> None:
     """Run the command in this process, which ends before a step, or after one that nothing has counted yet."""
-    train_step = Trainer.train_step
+    train_step = TrainingLoop.train_step
 
-    def killed(self: Trainer, number: int) -> Any:
+    def killed(self: TrainingLoop, number: int) -> Any:
         if number == before:
             raise Killed
         measured = train_step(self, number)
@@ -216,7 +216,7 @@ def run_killed(config: Path, *, before: int | None = None, after: int | None = N
         return measured
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "train_step", killed)
+        patch.setattr(TrainingLoop, "train_step", killed)
         with pytest.raises(Killed):
             run_here(config)
 

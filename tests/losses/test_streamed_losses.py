@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from vembed.losses import streamed as streaming
 from vembed.losses.base import BatchStructure
 from vembed.losses.in_batch_hard import InBatchHard
-from vembed.losses.infonce import BOUNDED_LOGIT, InfoNCE
+from vembed.losses.infonce import InfoNCE
 from vembed.losses.sigmoid import SigmoidLoss
+from vembed.losses.softmax_sweep import BOUNDED_LOGIT
 from vembed.losses.streamed import LogSumExp, StreamedBatch, StreamedLoss
 from vembed.losses.tiles import Prefixes
 from vembed.plan.memory import LOSS_STRIP_TILES

@@ -346,12 +346,6 @@ def test_the_dropout_of_attention_that_a_plan_hears_of_is_the_one_that_layers_as
     assert attention.attention_dropout(build(kind).backbone) == 0
 
 
-def test_several_vectors_of_a_row_are_refused() -> None:
-    encoder = build("bert")
-    encoder.multi_vector = True
-    assert encoder.why_not_packed("cpu", torch.float64) == "the encoder gives several vectors for each row"
-
-
 def test_hidden_dropout_and_half_precision_are_no_obstacle_on_a_gpu() -> None:
     assert build("bert", hidden_dropout_prob=0.1).why_not_packed("cuda", torch.bfloat16) == ""
 

@@ -90,7 +90,7 @@ class ColbertLoss(SoftmaxLoss):
 
     def forward(self, q: MultiVectors, d: MultiVectors, structure: BatchStructure) -> Tensor:
         """Return the loss over the whole matrix of scores."""
-        return self.of_similarities([(1.0, maxsim(q, d, mean=self.mean))], structure)
+        return self.loss_of_similarities([(1.0, maxsim(q, d, mean=self.mean))], structure)
 
     def make_tiles(self, batch: StreamedBatch, *, scale: float, longest: float = math.inf) -> MaxSimTiles:
         """Return the tiles of a batch."""

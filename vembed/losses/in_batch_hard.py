@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from vembed.losses.infonce import InfoNCE, InfoNCESweep, softmax_options
+from vembed.losses.infonce import InfoNCE, softmax_options
+from vembed.losses.softmax_sweep import InfoNCESweep
 from vembed.losses.streamed import Hardest, LogSumExp, LossGradients, Statistics, collect_rows, empty_gradients
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import LossCommon
-    from vembed.losses.infonce import SoftmaxSweep
     from vembed.losses.keys import InBatchHardKeys
+    from vembed.losses.softmax_sweep import SoftmaxSweep
     from vembed.losses.streamed import StreamedBatch, TileLogits
     from vembed.losses.tiles import SimilarityTiles
 
@@ -55,7 +56,7 @@ class InBatchHard(InfoNCE):
         """Make the loss of a run."""
         return cls(**softmax_options(keys, common), hard_topk=None if keys.use_all_negatives else keys.hard_topk)
 
-    def _direction(self, logits_RC: Tensor, positive_RC: Tensor, shares_R: Tensor) -> Tensor:
+    def _one_direction(self, logits_RC: Tensor, positive_RC: Tensor, shares_R: Tensor) -> Tensor:
         """Return the sum over rows of share x InfoNCE, over positives and the hardest of the other columns."""
         if self.hard_topk is not None:
             negatives_RC = logits_RC.detach().masked_fill(positive_RC, -math.inf)
@@ -63,7 +64,7 @@ class InBatchHard(InfoNCE):
             # Stable, as the streamed loss takes the first of equal logits: copies of a text make them frequent.
             counts_RC = positive_RC.scatter(1, order_RC[:, : self.hard_topk], value=True) | positive_RC
             logits_RC = logits_RC.masked_fill(~counts_RC, -math.inf)
-        return super()._direction(logits_RC, positive_RC, shares_R)
+        return super()._one_direction(logits_RC, positive_RC, shares_R)
 
     def sweep(self, batch: StreamedBatch) -> InfoNCESweep:
         """Begin the lists of the largest negatives of rows, and of columns when bidirectional."""
@@ -124,7 +125,7 @@ class HardestSweep(InfoNCESweep):
 
     def complete(self, rows: slice, merged: Statistics | None = None) -> None:
         """Take the sums over the lists, those of columns over all ranks'."""
-        self.rows = _sums(self.row_hardest)
+        self.row_sums = _sums(self.row_hardest)
         if merged is not None and merged.columns is not None and merged.column_hardest is not None:
             self.column_hardest = merged.column_hardest
             sums = LogSumExp.stack([_sums(merged.column_hardest), merged.columns])

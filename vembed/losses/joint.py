@@ -39,7 +39,8 @@ from vembed.batch import ranges
 from vembed.device import to_device
 from vembed.losses.base import BatchStructure, query_shares
 from vembed.losses.cells import CellMap, positive_mask
-from vembed.losses.infonce import InfoNCE, SoftmaxSweep, line_terms
+from vembed.losses.infonce import InfoNCE
+from vembed.losses.softmax_sweep import SoftmaxSweep, focal_weights, line_gaps, line_shifts
 from vembed.losses.streamed import (
     LogSumExp,
     LossGradients,
@@ -92,8 +93,7 @@ class JointInfoNCE(InfoNCE):
             logits_QD = (scale * similarity_QD).masked_fill(masked_QD, -math.inf)
             query_logits_QD = logits_QD
             if self.hardness is not None:
-                added_QD = self.hardness.added_logits(similarity_QD, structure)
-                query_logits_QD = logits_QD + added_QD.masked_fill(positive_QD, 0.0)
+                query_logits_QD = logits_QD + self.hardness.added_logits(similarity_QD, positive_QD, structure)
             wanted_Q = logits_QD.masked_fill(~positive_QD, -math.inf).logsumexp(dim=1)
             parts = [query_logits_QD.logsumexp(dim=1)]
             if self.queries_too:
@@ -139,10 +139,10 @@ class JointInfoNCE(InfoNCE):
     def statistics(self, batch: StreamedBatch) -> Statistics:
         """Return sums (K, Q + Q + D): over each query's negatives and positives, and over each document's."""
         tiles = self.make_scaled_tiles(batch)
-        sweep = SoftmaxSweep(tiles, columns=self.columns_too, hardness=self.hardness)
+        sweep = SoftmaxSweep(tiles, with_columns=self.columns_too, hardness=self.hardness)
         rows = _swept(sweep)
         if self.queries_too:
-            rows = rows.merge(_swept(SoftmaxSweep(self._of_queries(batch, tiles), columns=False)))
+            rows = rows.merge(_swept(SoftmaxSweep(self._of_queries(batch, tiles), with_columns=False)))
         cell_map, like, shape = tiles.cell_map, tiles.zeros(), (tiles.num_prefixes,)
         positives = LogSumExp.scattered(sweep.positives_KP, cell_map.pair_rows, cell_map.num_rows)
         # Queries are summed by one rank each: the sums of all others are empty, so that merging them is a gather.
@@ -151,12 +151,12 @@ class JointInfoNCE(InfoNCE):
             part = part.without_idle_maxima()
             whole.max[:, batch.rows], whole.sum[:, batch.rows] = part.max, part.sum
         documents = LogSumExp.empty(*shape, cell_map.num_columns, like=like, bounded=False)
-        if sweep.columns is not None:
-            documents = sweep.columns.without_idle_maxima()
+        if sweep.column_sums is not None:
+            documents = sweep.column_sums.without_idle_maxima()
         if (rows_of := self._of_documents(batch, tiles)) is not None:
             # Columns and rows of a document end up in one sum: both have the same shift for its queries.
             wanted_W, block = rows_of
-            both = documents[:, wanted_W].merge(_swept(SoftmaxSweep(block, columns=False)).without_idle_maxima())
+            both = documents[:, wanted_W].merge(_swept(SoftmaxSweep(block, with_columns=False)).without_idle_maxima())
             documents.max[:, wanted_W], documents.sum[:, wanted_W] = both.max, both.sum
         parts = (*of_queries, documents)
         columns = LogSumExp(torch.cat([part.max for part in parts], 1), torch.cat([part.sum for part in parts], 1))
@@ -182,13 +182,13 @@ class JointInfoNCE(InfoNCE):
             into_rows = EmbeddingGradients(out.dq_QE, out.dd_DE[:0], *_moments(block))
             # Rows are this rank's queries, columns those of all ranks. With both shifts the gradient of a row is
             # complete, and each column gets its gradient as a row of some rank.
-            _back(SoftmaxSweep(block, columns=True), row_shifts_KQ, shifts_KQ, into_rows)
+            _back(SoftmaxSweep(block, with_columns=True), row_shifts_KQ, shifts_KQ, into_rows)
             scale_gradient = scale_gradient + block.finish(into_rows) / 2  # each pair of queries is seen from both
         if (rows_of := self._of_documents(batch, tiles)) is not None:
             wanted_W, block = rows_of
             rows_NE = tiles.zeros(len(wanted_W), batch.d_DE.shape[1])
             into_both = EmbeddingGradients(rows_NE, out.dd_DE, *_moments(block))
-            _back(SoftmaxSweep(block, columns=False), shifts_KD[:, wanted_W], None, into_both)
+            _back(SoftmaxSweep(block, with_columns=False), shifts_KD[:, wanted_W], None, into_both)
             scale_gradient = scale_gradient + block.finish(into_both)
             out.dd_DE.index_add_(0, wanted_W, rows_NE)  # numbers are unique: nothing is added twice, in no order
         if self.prefixes is None:  # each logit is s <a, b>, and both sides have its gradient
@@ -214,7 +214,9 @@ class JointInfoNCE(InfoNCE):
         if self.columns_too:
             n_KQ = torch.logaddexp(n_KQ, p_KQ)
         weights_KQ = self.weights_of(query_shares(batch.structure), tiles)
-        weights_KQ, gap_KQ, _, shifts_KQ = line_terms(n_KQ, p_KQ, weights_KQ, self.focal_gamma)
+        gap_KQ = line_gaps(n_KQ, p_KQ)
+        weights_KQ = focal_weights(weights_KQ, gap_KQ, self.focal_gamma)
+        shifts_KQ = line_shifts(n_KQ, p_KQ, weights_KQ)
         loss = (-logsigmoid(-gap_KQ) * weights_KQ)[:, batch.rows].sum()
         shifts_KD = LogSumExp.scattered(shifts_KQ[:, queries_P], documents_P, tiles.cell_map.num_columns).value()
         logits_KP, rows_P = sweep.positives_KP, tiles.cell_map.pair_rows + batch.first_query
@@ -288,7 +290,7 @@ def _swept(sweep: SoftmaxSweep) -> LogSumExp:
     """Collect all tiles and return the sums over the rows of a block, (K, rows)."""
     for rows in sweep.tiles.row_blocks():
         collect_rows(sweep, rows)
-    return sweep.rows
+    return sweep.row_sums
 
 
 def _back(sweep: SoftmaxSweep, rows_KQ: Tensor, columns_KD: Tensor | None, out: EmbeddingGradients) -> None:

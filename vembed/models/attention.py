@@ -219,8 +219,8 @@ def pack_rows(ids: Ragged, width: int, fill: int) -> dict[str, Tensor]:
         fill: Token of the filling.
 
     Returns:
-        "input_ids" (1, T); "lengths" of the segments, (S,); and "rows", which holds nothing: its shape, (0, R, at least
-        the longest segment), says on a device what would have to be read back.
+        "input_ids" (1, T); "lengths" of the segments, (S,); and "packed_sizes", which holds nothing: its shape, (0, R,
+        at least the longest segment), tells the host two numbers that it would have to read back from the device.
     """
     lengths = ids.lengths
     used = int(lengths.sum())
@@ -232,7 +232,7 @@ def pack_rows(ids: Ragged, width: int, fill: int) -> dict[str, Tensor]:
     return {
         "input_ids": torch.from_numpy(row),
         "lengths": torch.from_numpy(segments.astype(np.int32)),
-        "rows": torch.empty(0, len(lengths), longest, dtype=torch.int32),
+        "packed_sizes": torch.empty(0, len(lengths), longest, dtype=torch.int32),
     }
 
 
@@ -249,7 +249,7 @@ class PackedRows:
     @classmethod
     def of(cls, inputs: dict[str, Tensor]) -> PackedRows:
         """Read what `pack_rows` made, without waiting for the device."""
-        lengths_S, (num_rows, longest) = inputs["lengths"], inputs["rows"].shape[1:]
+        lengths_S, (num_rows, longest) = inputs["lengths"], inputs["packed_sizes"].shape[1:]
         device, num_tokens = lengths_S.device, inputs["input_ids"].shape[1]
         # Everything below is arithmetic on the device. Counts that Python needs come from shapes, which the host knows.
         starts_S1 = F.pad(lengths_S.cumsum(0), (1, 0)).int()

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tokenizers import AddedToken
 from torch import Tensor
+from typing_extensions import override
 
 from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError
@@ -102,12 +103,14 @@ class ColbertEncoder(TextEncoder):
         self._skipped_ids = _skipped_ids(tokenizer, late)
 
     @classmethod
+    @override
     def recognises(cls, files: ModelFiles) -> bool:
         """Return whether several vectors are asked for, or the model's files say that it gives them."""
         return files.keys.pooling_method == "none" or is_late(files)
 
     @classmethod
-    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> ColbertEncoder:  # noqa: ARG003
+    @override
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> ColbertEncoder:
         """Load a transformer, its head and its settings; a transformer that has none gets the usual ones.
 
         Raises:
@@ -140,10 +143,11 @@ class ColbertEncoder(TextEncoder):
             files.name, backbone=backbone, tokenizer=tokenizer, spec=spec, prompts=prompts, late=late, head=head
         )
 
+    @override
     def longest_text(self, side: Side) -> int:
-        """Return the tokens that texts of a side are cut to."""
         return self.late.query_length if side == "query" else self.spec.max_length
 
+    @override
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Tokenize texts, fill queries up, and say which tokens give vectors."""
         features = super().featurize(items, side)
@@ -164,10 +168,11 @@ class ColbertEncoder(TextEncoder):
         filled = Features({"input_ids": ids}, ids.lengths, {SEEN: seen}, features.num_truncated)
         return self.head.with_vectors(filled, counted, side)
 
+    @override
     def num_vectors(self, features: Features) -> NDArray[np.int64]:
-        """Return how many vectors each row has."""
         return self.head.num_vectors(features)
 
+    @override
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
         """Pad rows at the right, with how many tokens of each the others see unless that is all of them."""
         inputs = super().collate(features, rows, width)
@@ -176,16 +181,19 @@ class ColbertEncoder(TextEncoder):
             inputs["lengths"] = torch.from_numpy(seen.astype(np.int32))
         return inputs | self.head.collate(features, rows, width)
 
+    @override
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the vectors of all rows, (V, E), of unit length, at least float32."""
         hidden_RTH, _ = self.token_states(inputs)
         vectors_VE: Tensor = self.head(hidden_RTH, inputs)
         return vectors_VE
 
+    @override
     def save(self, folder: Path) -> None:
         """Write a folder that sentence-transformers' MultiVectorEncoder, transformers and vembed load."""
         write_late(self, folder)
 
+    @override
     def facts(self) -> dict[str, str]:
         """Return what becomes of queries and documents."""
         late = self.late
@@ -201,10 +209,20 @@ class ColbertEncoder(TextEncoder):
             "vectors": ", ".join([self.head.index_size(self.spec.max_length), skipped, *fewer]),
         }
 
+    @override
     def profile_inputs(self) -> tuple[TowerInputs, ...]:
         """Return rows of token ids with a mask, each of which gives a vector."""
         return (self.head.measured(token_inputs(self.max_length, masked=True)),)
 
+    @override
+    def why_not_packed(self, device: str, dtype: torch.dtype) -> str:
+        return "the encoder gives several vectors for each row"
+
+    @override
+    def why_no_graph(self) -> str:
+        return f"{self.name} gives several vectors for each text; a graph gives one"
+
+    @override
     def forms(self) -> Mapping[Form, str]:
         """Return sentence-transformers and PyLate, where they have a place for what decides the vectors."""
         if self.late.topk_tokens is not None:
@@ -213,15 +231,16 @@ class ColbertEncoder(TextEncoder):
         several = f"{self.name} gives several vectors for each text: it is a model of sentence-transformers"
         return {"sentence-transformers": "", "pylate": "" if fits_pylate(self) else lost, "transformers": several}
 
+    @override
     def write_form(self, form: Form, folder: Path) -> None:
         """Write a folder of sentence-transformers, or turn it into one of PyLate."""
         self.save(folder)
         if form == "pylate":
             turn_to_pylate(self, folder)
 
+    @override
     def recipe(self) -> Recipe | None:
-        """Return None: what transformers alone would need is more than a few lines."""
-        return None
+        return None  # what transformers alone would need is more than a few lines
 
 
 def _decide_late(

@@ -101,6 +101,21 @@ class PreparedBatch:
         return self.featured.assignment
 
     @property
+    def record_ids(self) -> tuple[int, ...]:
+        """Rows of the training records, of all ranks."""
+        return self.featured.record_ids
+
+    @property
+    def num_masked(self) -> int | None:
+        """Pairs masked as copies; None where the loss masks none."""
+        return self.featured.num_masked
+
+    @property
+    def step_share(self) -> float:
+        """The batch's share of the rows of its optimizer step."""
+        return self.featured.step_share
+
+    @property
     def num_truncated(self) -> int:
         """Texts of this rank that were cut; a spare row is counted by the rank that owns it."""
         return sum(pool.features.num_truncated for pool in self.pools if (pool.slots >= 0).all())

@@ -1,6 +1,9 @@
 """The loop: one optimizer step after the other, and between them evaluations, checkpoints, callbacks and signals.
 
-A step (`Trainer.train_step`) does, on all ranks alike:
+`train` evaluates the untrained model, then repeats: a step, its log line, callbacks, evaluation, checkpoint, signals.
+`train_step` counts steps from 0; `state.step` counts the steps done, as logs and checkpoints do.
+
+A step (`TrainingLoop.train_step`) does, on all ranks alike:
 
 1. Take a batch. It follows from the seed and the batch's number alone; workers tokenize it ahead.
 2. Add its gradients to `.grad`: pass 1 over its chunks, the loss over all ranks, pass 2, the sum over the ranks
@@ -9,7 +12,7 @@ A step (`Trainer.train_step`) does, on all ranks alike:
 3. Clip the gradients by their global norm.
 4. Reject them, on all ranks or on none, where the loss or the norm isn't finite.
 5. Step the optimizer.
-6. Return the row of metrics.jsonl.
+6. Count the step, and return its row of metrics.jsonl.
 
 Invariant: whatever changes the course of a run (a signal, a bad number, the clock, a callback) is agreed on by all
 ranks at the same point of the loop. A rank that decided alone would leave the others waiting in a collective.
@@ -29,8 +32,7 @@ from tqdm import tqdm
 
 from vembed.errors import PreemptedError
 from vembed.evaluation.diagnosis import EARLY_STEPS, diagnose_start, finding_lines
-from vembed.evaluation.report.curves import SOURCE_LOSS
-from vembed.evaluation.report.speed import PARTS
+from vembed.evaluation.step_rows import PART_NAMES, SOURCE_LOSS
 from vembed.text import show_duration
 from vembed.training.callbacks import EvaluationEvent, SaveEvent, StepEvent
 from vembed.training.progress import LABEL_COLUMNS, Heartbeat, step_line
@@ -49,18 +51,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Trainer:
+class TrainingLoop:
     """Trains a run from its present step to the last one of its plan."""
 
     def __init__(self, run: Run, batches: Batches) -> None:
         self.run, self.batches = run, batches
         self.state = run.state
-        run.optimizer.rate_override = run.state.learning_rate
-        self._meter = RankMeter(run.ranks, run.device)
-        self._heartbeat = Heartbeat(self._describe_progress)
-        self._batch_started, self._batches_left = time.monotonic(), 0
-        self._last_save = time.monotonic()
-        self._last_saved_step: int | None = None  # whatever became of the save
+        self._meter = RankMeter(run.ranks, run.device)  # this rank's times between two log lines, to compare ranks
+        self._heartbeat = Heartbeat(self._describe_progress)  # says where a step is that takes long
+        # For the heartbeat's thread: when the present batch began, and how many batches of its step follow.
+        self._batch_progress = (time.monotonic(), 0)
+        # Of the last attempt, even one that the disk refused:
+        self._last_save_time = time.monotonic()
+        self._last_save_step: int | None = None
 
     def train(self) -> EvaluationResult:
         """Train, and return the result of the untrained model on the verdict's set.
@@ -74,40 +77,37 @@ class Trainer:
         try:
             with run.clock.evaluating(comes_at_end=True):
                 baseline = run.evaluations.baseline()
-            # A fresh run evaluates its step 0, which is never the best; a resumed one may have been stopped in this
-            # evaluation.
+            # Due at step 0 of a fresh run, whose model is never the best; also where a resumed run was stopped in the
+            # middle of an evaluation, which is then done again.
             if self.evaluate_if_due():
                 self.save(best=True)
             self.raise_callback_failure()
 
-            ends_early = self.why_over()
-            if ends_early:
-                _log.info("%s", ends_early)
-            first_step = total if ends_early else state.step
-            hides_bar = not (run.ranks.is_first and sys.stderr.isatty())
-            steps = tqdm(range(first_step, total), initial=first_step, total=total, unit="step", disable=hides_bar)
-            with self._heartbeat.watching():
-                for step in steps:
-                    with self._heartbeat.step(step + 1):
-                        row = self.train_step(step)
+            why_stopped = self.why_stopped()  # a resumed run may have been stopped before
+            shows_bar = run.ranks.is_first and sys.stderr.isatty()
+            bar = tqdm(initial=state.step, total=total, unit="step", disable=not shows_bar)
+            with bar, self._heartbeat.watching():
+                while state.step < total and not why_stopped:
+                    with self._heartbeat.step(state.step + 1):
+                        row = self.train_step(state.step)
                     run.clock.add_step(row["step_seconds"])
                     self.log(row)
                     # In this order: callbacks may set the learning rate that the checkpoint keeps; the evaluation tells
                     # whether it is the best; a signal ends the run when all of the step is safe.
                     self.notify(StepEvent(state.step, total, row["loss"], row["learning_rate"], row))
                     is_best = self.evaluate_if_due()
-                    ends_early = self.why_over()
+                    why_stopped = self.why_stopped()
                     if self.save_is_due() or is_best:
-                        self.save(best=is_best, is_last=bool(ends_early) or state.step == total)
+                        self.save(best=is_best, is_last=bool(why_stopped) or state.step == total)
                     self.raise_callback_failure()
                     run.stop.poll()  # raises PreemptedError on all ranks once any of them got a signal
-                    if ends_early and state.step < total:
-                        _log.info("%s", ends_early)
-                        break
+                    bar.update()
+            if why_stopped and state.step < total:
+                _log.info("%s", why_stopped)
         except PreemptedError:
             self.save(best=False)
             raise
-        if self._last_saved_step != state.step:
+        if self._last_save_step != state.step:  # whatever save_strategy says, the last step has a checkpoint
             self.save(best=False, is_last=True)
         self.raise_callback_failure()
         return baseline
@@ -117,28 +117,28 @@ class Trainer:
         run, state = self.run, self.state
         engine, optimizer = run.engine, run.optimizer
         batch_numbers = run.step_batches(step)  # one, or several with gradient accumulation
-        started, totals = time.perf_counter(), StepTotals()
+        started, totals = time.monotonic(), StepTotals()
 
         for number in batch_numbers:
             # 1. Data. Near zero seconds while the workers keep up.
-            waiting_since = time.perf_counter()
+            waiting_since = time.monotonic()
             batch = self.batches.batch(number)
-            totals.data_seconds += time.perf_counter() - waiting_since
+            totals.data_seconds += time.monotonic() - waiting_since
 
             # 2. Both passes, loss, and the sum over ranks: afterwards `.grad` holds the gradients of the whole batch.
+            self._batch_progress = (time.monotonic(), batch_numbers[-1] - number)
             # Dropout depends on (seed, batch, rank) alone, so that a resumed run draws the same masks.
-            self._batch_started, self._batches_left = time.monotonic(), batch_numbers[-1] - number
             torch.manual_seed(batch_seed(run.config.seed, number, rank=run.ranks.rank))
+            # The gradients of the step's batches add up to the mean over its rows; float16 adds its loss scale.
+            gradient_scale = optimizer.scale.value * batch.step_share
             result = engine.step(
                 batch.pools,
                 batch.structure,
                 assignment=batch.assignment,
-                # float16's loss scale, times this batch's share of the step's rows: the gradients of all batches add up
-                # to the mean over rows.
-                gradient_scale=optimizer.scale.value * batch.featured.step_share,
+                gradient_scale=gradient_scale,
                 continues=number > batch_numbers[0],
             )
-            if result.num_repairs:  # memory ran out: a resumed run must cut its chunks alike
+            if result.num_repairs:  # memory ran out: a resumed run must begin with these limits
                 state.step_limits = engine.limits
             totals.add(batch, result)
         totals.add_ranks(run.ranks, run.device)  # costs little here: the engine has just waited for the device
@@ -148,7 +148,8 @@ class Trainer:
             grad_norm = optimizer.clip_gradients()
 
         # 4. Accept or reject, on all ranks alike. A float16 overflow is no fault of the run: a smaller scale cures it.
-        learning_rate = optimizer.learning_rate(step)
+        # The rate that a callback has set stands in for the schedule's, in a resumed run too.
+        learning_rate = optimizer.schedule.learning_rate(step) if state.learning_rate is None else state.learning_rate
         temperature = engine.loss.temperature  # before the update: the one that this loss was computed with
         if math.isfinite(totals.loss) and optimizer.scale.overflowed(grad_norm):
             _log.info("step %d: float16 overflow at scale %g; skipped", step + 1, optimizer.scale.value)
@@ -173,54 +174,63 @@ class Trainer:
         # 6. Count.
         state.step = step + 1
         state.skipped_steps = run.guard.skipped
-        state.num_truncated += totals.truncated
+        state.num_truncated += totals.num_truncated
         epoch = batch_numbers.stop / run.sampler.batches_per_epoch
-        row = self._measure(totals, epoch, seconds=time.perf_counter() - started)
+        row = self._measure(totals, epoch, seconds=time.monotonic() - started)
         row |= {"learning_rate": learning_rate, "grad_norm": grad_norm}
-        return row if temperature is None else {**row, "temperature": temperature}
+        if temperature is not None:
+            row["temperature"] = temperature
+        return row
 
     def _measure(self, totals: StepTotals, epoch: float, *, seconds: float) -> dict[str, float]:
-        """Read and reset the meters of a step, and return its row of metrics.jsonl.
+        """Return what the row of a step says of loss, speed and memory; the stopwatch begins anew.
 
         On CUDA, a part that the device hasn't finished yet is counted in the next row.
         """
         run = self.run
         parts = run.engine.stopwatch.read()
         times = seconds_of_parts(parts, step_seconds=seconds, data_seconds=totals.data_seconds, alone=run.ranks.is_one)
-        self._meter.add(times, tokens=totals.rank_tokens, loss=_mean(totals.rank_losses, totals.queries))
-        return {
+        loss = _weighted_mean(totals.rank_losses, totals.num_queries)
+        self._meter.add(times, tokens=totals.rank_tokens, loss=loss)
+        row = {
             "epoch": epoch,
             "loss": totals.loss,
             **totals.loss_by_source,
-            "samples_per_second": sum(totals.queries) / seconds,
+            "samples_per_second": sum(totals.num_queries) / seconds,
             "tokens_per_second": totals.tokens / seconds,
             "peak_memory_bytes": peak_memory_bytes(run.device),
             "padding_ratio": totals.padded_tokens / max(1, totals.tokens),
-            "replay_drift": totals.drift,
-            "num_chunks": totals.chunks,
-            "oom_repairs": totals.repairs,
+            "replay_drift": totals.replay_drift,
+            "num_chunks": totals.num_chunks,
+            "oom_repairs": totals.num_repairs,
             **times,
-            **({} if totals.masked is None else {"masked_negatives": totals.masked}),
         }
+        if totals.num_masked is not None:
+            row["masked_negatives"] = totals.num_masked
+        return row
 
     def log(self, row: Mapping[str, float]) -> None:
         """Send the row of a step to the trackers, and every `logging_steps` steps a line to the log.
 
         For that line the ranks exchange their numbers: all of them log at the same steps.
         """
-        run, step, steps = self.run, self.state.step, self.run.plan.steps
-        is_shown = step % run.config.logging_steps == 0 or step in (1, steps.total)
-        # Reading is a collective: once per line, not once per step.
-        by_rank, summary = self._meter.read() if is_shown else (None, {})
-        tell(run.trackers, "log", step, {**row, **summary})
-        if by_rank is not None:
-            tell(run.trackers, "log_ranks", step, by_rank)
-        if is_shown:
-            _log.info("%s", step_line(row, steps, step, seconds_left=run.clock.seconds_left(steps, step)))
+        run, done, steps = self.run, self.state.step, self.run.plan.steps
+        if done % run.config.logging_steps == 0 or done in (1, steps.total):
+            by_rank, spread = self._meter.read()  # a collective: once per line, not once per step
+            tell(run.trackers, "log", done, {**row, **spread})
+            tell(run.trackers, "log_ranks", done, by_rank)
+            _log.info("%s", step_line(row, steps, done, seconds_left=run.clock.seconds_left(steps, done)))
             self._heartbeat.reset()
-        if step == EARLY_STEPS < steps.total and run.ranks.is_first:
-            finding = diagnose_start(read_rows(run.output.path / "metrics.jsonl"))
-            for label, text in () if finding is None else finding_lines(finding):
+        else:
+            tell(run.trackers, "log", done, row)
+        if done == EARLY_STEPS < steps.total and run.ranks.is_first:
+            self._warn_of_bad_start()
+
+    def _warn_of_bad_start(self) -> None:
+        """Warn, after the first steps, of a run that can't learn anything."""
+        finding = diagnose_start(read_rows(self.run.output.path / "metrics.jsonl"))
+        if finding is not None:
+            for label, text in finding_lines(finding):
                 _log.warning("%-*s  %s", LABEL_COLUMNS, label, text)
 
     def evaluate_if_due(self) -> bool:
@@ -239,14 +249,14 @@ class Trainer:
 
     def save_is_due(self) -> bool:
         """Return whether a checkpoint is due at the present step, by steps, epochs or the clock."""
-        config, step = self.run.config, self.state.step
-        if config.save_steps is not None and step % config.save_steps == 0:
+        config, done = self.run.config, self.state.step
+        if config.save_steps is not None and done % config.save_steps == 0:
             return True
-        if config.save_strategy == "epoch" and step % self.run.plan.steps.per_epoch == 0:
+        if config.save_strategy == "epoch" and done % self.run.plan.steps.per_epoch == 0:
             return True
         if config.save_minutes is None:
             return False
-        is_due = time.monotonic() - self._last_save >= 60 * config.save_minutes
+        is_due = time.monotonic() - self._last_save_time >= 60 * config.save_minutes
         return self.run.ranks.any(is_due, self.run.device)  # the clocks of the ranks may differ
 
     def save(self, *, best: bool, is_last: bool = False) -> None:
@@ -254,7 +264,7 @@ class Trainer:
         folder = self.run.checkpoints.save(self.state, best=best, is_last=is_last)
         if folder is not None:  # the same on all ranks
             self.run.callbacks.notify(SaveEvent(self.state.step, folder), self.run.ranks)
-        self._last_save, self._last_saved_step = time.monotonic(), self.state.step
+        self._last_save_time, self._last_save_step = time.monotonic(), self.state.step
 
     def notify(self, event: StepEvent | EvaluationEvent) -> None:
         """Tell the callbacks of an event, and keep their decisions in the state, which every checkpoint holds."""
@@ -262,21 +272,21 @@ class Trainer:
         if decision.stop is not None:
             self.state.stopped = decision.stop
         if decision.learning_rate is not None:
-            self.state.learning_rate = self.run.optimizer.rate_override = decision.learning_rate
+            self.state.learning_rate = decision.learning_rate
 
     def raise_callback_failure(self) -> None:
         """End the run where a callback failed, with a checkpoint of the present step."""
         failure = self.run.callbacks.failure
         if failure is None:
             return
-        if self._last_saved_step != self.state.step:
+        if self._last_save_step != self.state.step:
             self.save(best=False)
         failure.add_note(
             f"raised by a callback; the run is saved at step {self.state.step}, and the same call continues"
         )
         raise failure
 
-    def why_over(self) -> str:
+    def why_stopped(self) -> str:
         """Return why training ends before its last step: a callback, or a dev metric that stands still. Else ""."""
         state, patience = self.state, self.run.config.early_stopping_patience
         if state.stopped is not None:
@@ -291,25 +301,28 @@ class Trainer:
     def _describe_progress(self) -> str:
         """Return where a slow step stands, e.g. "encoding chunk 3 of 40, about 2:10 left in this step".
 
-        Runs on the heartbeat's thread: it reads what the loop replaces whole, and takes no lock.
+        Runs on the heartbeat's thread: it reads only what the loop replaces whole, and takes no lock.
         """
         call, part = self.run.engine.passes.running, self.run.engine.stopwatch.running
-        if call is None:
-            return PARTS["data_seconds" if part is None else f"{part}_seconds"][0]
+        if call is None:  # outside the encoder
+            return PART_NAMES[f"{part or 'data'}_seconds"]
         text = f"{call.doing} chunk {call.number:,} of {call.total:,}"
         if call.share == 0.0:
             return text
-        batch_seconds = (time.monotonic() - self._batch_started) / call.share
-        seconds_left = batch_seconds * (1 - call.share + self._batches_left)
+        batch_started, batches_left = self._batch_progress
+        batch_seconds = (time.monotonic() - batch_started) / call.share
+        seconds_left = batch_seconds * (1 - call.share + batches_left)
         return f"{text}, about {show_duration(seconds_left)} left in this step"
 
+
+# Random numbers of a batch --------------------------------------------------------------------------------------------
 
 SEED_STRIDE = 1_000_003
 """Batches of one seed. A run of more batches than this would draw the masks of the next seed, which does no harm."""
 
 RANK_STRIDE = (1 << 53) + 2_654_435_761
 """Keeps ranks apart: 2^53 is above any seed times `SEED_STRIDE`, and 2,000 ranks fit into the 64 bits of a seed. A CPU
-generator takes only the lower 32 bits; the golden section of 2^32 keeps ranks apart there too."""
+generator takes only the lower 32 bits; there the second summand, 2^32 divided by the golden ratio, keeps them apart."""
 
 
 def batch_seed(seed: int, number: int, *, rank: int) -> int:
@@ -317,69 +330,76 @@ def batch_seed(seed: int, number: int, *, rank: int) -> int:
     return seed * SEED_STRIDE + number + rank * RANK_STRIDE
 
 
+# Sums over a step -----------------------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
 class StepTotals:
-    """Sums over the batches of one optimizer step.
+    """Sums over the batches of one optimizer step."""
 
-    `tokens`, `padded_tokens` and `truncated` are of this rank until `add_ranks`; `chunks` and `repairs` stay this
-    rank's, and `drift` is the largest of all ranks.
-    """
-
-    losses: list[float] = field(default_factory=list)  # mean loss of each batch over all ranks
-    rank_losses: list[float] = field(default_factory=list)  # the same over the queries of this rank
-    sources: list[int | None] = field(default_factory=list)  # source of each batch; None where sources are mixed
-    record_ids: list[int] = field(default_factory=list)  # of all ranks
-    queries: list[int] = field(default_factory=list)  # of each batch, of all ranks
+    # Of all ranks, batch by batch:
+    losses: list[float] = field(default_factory=list)  # mean over the queries of each batch
+    num_queries: list[int] = field(default_factory=list)
+    sources: list[int | None] = field(default_factory=list)  # None where a batch mixes sources
+    record_ids: list[int] = field(default_factory=list)
+    # Of all ranks, over the step; the first three are set by `add_ranks`:
     tokens: int = 0  # without padding
-    rank_tokens: int = 0  # the same of this rank alone
     padded_tokens: int = 0
-    truncated: int = 0  # texts that were longer than the model takes
-    chunks: int = 0  # encoder calls of pass 1 on this rank
-    repairs: int = 0  # times that a batch ran out of memory and was done again
-    drift: float = 0.0  # largest replay drift
-    masked: int | None = None  # (query, document) pairs masked as copies; None where the loss masks none
-    data_seconds: float = 0.0  # time that this rank waited for its batches
+    num_truncated: int = 0  # texts that were longer than the model takes
+    num_masked: int | None = None  # (query, document) pairs masked as copies; None where the loss masks none
+    replay_drift: float = 0.0  # the largest
+    # Of this rank:
+    rank_losses: list[float] = field(default_factory=list)  # mean over this rank's queries of each batch
+    rank_tokens: int = 0
+    rank_padded_tokens: int = 0
+    rank_truncated: int = 0
+    num_chunks: int = 0  # encoder calls of pass 1
+    num_repairs: int = 0  # times that a batch ran out of memory and was done again
+    data_seconds: float = 0.0  # spent waiting for batches
 
     def add(self, batch: PreparedBatch, result: StepResult) -> None:
         """Count a batch."""
         self.losses.append(result.loss)
-        self.rank_losses.append(result.rank_loss)
+        self.num_queries.append(batch.structure.num_queries)
         self.sources.append(batch.structure.source)
-        self.record_ids += batch.featured.record_ids
-        self.queries.append(batch.structure.num_queries)
-        self.tokens += result.tokens
+        self.record_ids += batch.record_ids
+        self.rank_losses.append(result.rank_loss)
         self.rank_tokens += result.tokens
-        self.padded_tokens += result.padded_tokens
-        self.truncated += batch.num_truncated
-        self.chunks += result.num_chunks
-        self.repairs += result.num_repairs
-        self.drift = max(self.drift, result.replay_drift)
-        if batch.featured.num_masked is not None:
-            self.masked = (self.masked or 0) + batch.featured.num_masked
+        self.rank_padded_tokens += result.padded_tokens
+        self.rank_truncated += batch.num_truncated
+        self.num_chunks += result.num_chunks
+        self.num_repairs += result.num_repairs
+        self.replay_drift = max(self.replay_drift, result.replay_drift)
+        if batch.num_masked is not None:
+            self.num_masked = (self.num_masked or 0) + batch.num_masked
 
     def add_ranks(self, ranks: Ranks, device: torch.device) -> None:
-        """Sum over the ranks the counts that each keeps of its own rows."""
+        """Add up over the ranks what each of them counted of its own rows."""
+        counts = [self.rank_tokens, self.rank_padded_tokens, self.rank_truncated]
         if not ranks.is_one:
-            counts = torch.tensor([self.tokens, self.padded_tokens, self.truncated], device=device)
-            self.tokens, self.padded_tokens, self.truncated = map(int, ranks.sum_(counts).tolist())
+            counts = [int(count) for count in ranks.sum_(torch.tensor(counts, device=device)).tolist()]
+        self.tokens, self.padded_tokens, self.num_truncated = counts
 
     @property
     def loss(self) -> float:
         """Mean loss over the queries."""
-        return _mean(self.losses, self.queries)
+        return _weighted_mean(self.losses, self.num_queries)
 
     @property
     def loss_by_source(self) -> dict[str, float]:
         """Mean loss over the queries of each source, by the name that metrics.jsonl gives it."""
-        batches: dict[str, list[tuple[float, int]]] = {}
-        for source, loss, queries in zip(self.sources, self.losses, self.queries, strict=True):
+        losses: dict[str, list[float]] = {}
+        counts: dict[str, list[int]] = {}
+        for source, loss, count in zip(self.sources, self.losses, self.num_queries, strict=True):
             if source is not None:
-                batches.setdefault(f"{SOURCE_LOSS}{source + 1}", []).append((loss, queries))
-        return {name: _mean(*zip(*pairs, strict=True)) for name, pairs in batches.items()}
+                name = f"{SOURCE_LOSS}{source + 1}"
+                losses.setdefault(name, []).append(loss)
+                counts.setdefault(name, []).append(count)
+        return {name: _weighted_mean(losses[name], counts[name]) for name in losses}
 
 
-def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
-    # Divided by the largest, equal weights are exactly 1.0 each: the mean over batches of one size isn't rounded.
+def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    # Over the largest weight, equal weights are exactly 1.0: the loss of one batch stays as it is, to the last bit.
     most = max(weights)
     shares = [weight / most for weight in weights]
     return sum(value * share for value, share in zip(values, shares, strict=True)) / sum(shares)

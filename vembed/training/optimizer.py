@@ -106,7 +106,7 @@ class Optimizer:
         ranks: The ranks among which parameters are sharded, if any are.
 
     Attributes:
-        rate_override: Learning rate that a callback set in place of the schedule's; None follows the schedule.
+        schedule: Learning rate of each step; a callback may have set another one (`RunState.learning_rate`).
         scale: Factor that the engine must put on all gradients.
     """
 
@@ -121,7 +121,6 @@ class Optimizer:
         ranks: Ranks | None = None,
     ) -> None:
         self.schedule = schedule
-        self.rate_override: float | None = None
         self.scale = LossScale(enabled=loss_scaling)
         self._max_grad_norm = keys.max_grad_norm
         self._loss = loss
@@ -146,10 +145,6 @@ class Optimizer:
             eps=keys.adam_epsilon,
             fused=True,
         )
-
-    def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        return self.schedule.learning_rate(step) if self.rate_override is None else self.rate_override
 
     def clip_gradients(self) -> float:
         """Unscale the gradients, clip them by their global L2 norm, and return that norm as it was before clipping.

@@ -54,7 +54,7 @@ from vembed.training.evaluations import Evaluations
 from vembed.training.finish import RunResult, finish_run, package_versions
 from vembed.training.guard import NonFiniteGuard
 from vembed.training.launcher import under_launcher
-from vembed.training.loop import Trainer
+from vembed.training.loop import TrainingLoop
 from vembed.training.model import build_alike, build_encoder, build_loss, refuse_batch_norm, start_alike
 from vembed.training.optimizer import Optimizer, Schedule
 from vembed.training.output import OutputFolder
@@ -485,7 +485,7 @@ def _train(run: Run, plan_text: str, stop: StopSignal | None) -> RunResult:
             run.evaluations.require_baseline()  # the untrained model can't be measured any more
             run.clock.go_on(run.output.path / "evaluation")
         with open_batches(run) as batches:
-            baseline = Trainer(run, batches).train()
+            baseline = TrainingLoop(run, batches).train()
 
         words.doing = "finishing"
         result = finish_run(run, baseline)

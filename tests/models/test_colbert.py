@@ -245,6 +245,7 @@ def test_the_plan_counts_as_many_vectors_of_a_query_as_it_is_filled_up_to(bert: 
     size = profile_model(ModelKeys(model_name=str(bert), **KEYS), ProfileTarget())
     assert size.query_vectors == QUERY_LENGTH < size.row_vectors
     assert size.values_of(3, 5) == (3 * QUERY_LENGTH + 5 * size.row_vectors) * DIMENSION
+    assert size.why_not_packed == "the encoder gives several vectors for each row"
 
 
 def test_the_longest_vectors_stay_in_the_order_of_their_tokens() -> None:

@@ -188,8 +188,9 @@ class Job:
         self.filler.unlink(missing_ok=True)
         was_killed = running.code is None or running.code < 0
         outcome.failures += [("leftover", f"process {each}") for each in _clear(30 if scenario.in_ranks else 12)]
-        # A stop may come when all is done; behind a kill, the same command must see that itself.
-        may_be_done = bool({*outcome.disturbances} - {"kill"})
+        # A signal may come when all is done, and so may a kill by the clock: then an earlier command has ended well.
+        # Behind any other kill, the same command must see by itself what is done.
+        may_be_done = bool({*outcome.disturbances} - {"kill"}) or 0 in outcome.codes[:-1]
         judged = _judge(command, running.code, plan, may_be_done=may_be_done)
         outcome.failures += [(kind, f"command {number}: {what}") for kind, what in judged]
         if not was_killed:

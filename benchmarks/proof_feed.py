@@ -63,7 +63,7 @@ def texts(setting: Setting) -> Iterator[Finding]:
     """Compare the rate at which workers make batches with that of the steps, then let both run together."""
     import torch
 
-    from vembed.plan.batch import BATCHES_PER_WORKER, Loading
+    from vembed.plan.batch import BATCHES_PER_WORKER
     from vembed.training.loading import BatchLoader
 
     pairs, steps = (16, 4) if setting.is_small else (2048, 8)
@@ -71,10 +71,10 @@ def texts(setting: Setting) -> Iterator[Finding]:
     device = torch.device(setting.device)
     source: Any = TextSource(encoder, device, pairs)
     num_workers = max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 1))
-    loading = Loading(num_workers, BATCHES_PER_WORKER * num_workers, "the proof")
+    ahead = BATCHES_PER_WORKER * num_workers
 
     started = time.perf_counter()
-    with BatchLoader(source, loading, num_batches=steps) as loader:
+    with BatchLoader(source, num_workers=num_workers, batches_ahead=ahead, num_batches=steps) as loader:
         batches: list[Any] = [loader.batch(step) for step in range(steps)]
     loader_seconds = (time.perf_counter() - started) / steps
     made_here = [source.prepared(source.features(step)) for step in range(steps)]
@@ -94,7 +94,7 @@ def texts(setting: Setting) -> Iterator[Finding]:
     yield Finding("each alone, for a batch", figures)
 
     waited = 0.0
-    with BatchLoader(source, loading, num_batches=steps) as loader:
+    with BatchLoader(source, num_workers=num_workers, batches_ahead=ahead, num_batches=steps) as loader:
         loader.batch(0)  # workers start
         started = time.perf_counter()
         for step in range(1, steps):

@@ -94,7 +94,7 @@ def test_the_table_marks_the_choice_and_the_text_answers_the_three_questions() -
 
 
 def test_the_ladder_goes_from_checkpointing_to_more_devices_with_numbers() -> None:
-    ladder = planned("4xA100-80GB", 2.1e9).advice.oom_ladder
+    ladder = planned("4xA100-80GB", 2.1e9).oom_ladder
     order = ["nothing to do", "gradient_checkpointing: true", "use_fsdp: true", "half the batch", "twice the devices"]
     assert [line.partition(" ")[2].startswith(start) for line, start in zip(ladder, order, strict=True)] == [True] * 5
     assert all("GiB" in line for line in ladder)
@@ -108,7 +108,7 @@ def test_half_the_batch_is_half_of_its_pictures_too() -> None:
     pairs = replace(DATA, pictures_per_record=1.0)
     whole, half = (planned("1xA100-80GB", size, f"batch_size={rows}", data=pairs) for rows in (64, 32))
     assert whole.way == half.way == Way("single")
-    (line,) = [line for line in whole.advice.oom_ladder if "half the batch" in line]
+    (line,) = [line for line in whole.oom_ladder if "half the batch" in line]
     assert f"half the batch: {show_bytes(half.bytes_per_device.total)} a device" in line
 
 
@@ -123,10 +123,8 @@ def test_partly_sharded_ways_that_nobody_asked_for_are_shown_once() -> None:
 
 
 def test_more_devices_are_weighed_from_one_on() -> None:
-    lines = planned("4xA100-80GB", 6e8, scaled=True).advice.scaling
+    lines = planned("4xA100-80GB", 6e8, scaled=True).scaling
     assert [line.split(":")[0] for line in lines] == ["1", "2", "4", "8 on 2 machines"]
     assert lines[0].startswith("1: single")
     assert lines[2].startswith("4: ddp")
-    assert [line.split(":")[0] for line in planned("2x8xA100-80GB", 6e8, scaled=True).advice.scaling][
-        -1
-    ] == "32 on 4 machines"
+    assert [line.split(":")[0] for line in planned("2x8xA100-80GB", 6e8, scaled=True).scaling][-1] == "32 on 4 machines"

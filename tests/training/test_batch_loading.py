@@ -31,7 +31,6 @@ from vembed.errors import DataError, MachineError
 from vembed.losses.base import BatchStructure
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.plan.batch import Loading
 from vembed.training.batches import BatchSource
 from vembed.training.loading import BatchLoader
 from vembed.training.run import run_from_config
@@ -86,7 +85,7 @@ def source_of(rows: Path, model: str = "builtin:tiny-clip", *, augmenter: Augmen
 
 
 def loader_of(source: BatchSource, num_workers: int, *, num_steps: int = 9) -> BatchLoader:
-    return BatchLoader(source, Loading(num_workers, 2 * num_workers, ""), num_batches=num_steps)
+    return BatchLoader(source, num_workers=num_workers, batches_ahead=2 * num_workers, num_batches=num_steps)
 
 
 def numbers_of(batch: PreparedBatch) -> dict[str, bytes]:

@@ -129,7 +129,7 @@ def setup_of(
         num_cores=machine.num_cores,
         world_size=plan.world_size,
         dtype=plan.dtype,
-        num_workers=plan.loading.num_workers,
+        num_workers=plan.num_workers,
         chunk_rows=plan.chunks.rows,
         chunk_tokens=plan.chunks.tokens,
         keeps_all=plan.chunks.retain >= 1 and (plan.chunks.retain_tokens is None or most <= plan.chunks.retain_tokens),
@@ -138,7 +138,7 @@ def setup_of(
         learning_rate=plan.batch.learning_rate,
         skipped_steps=skipped_steps,
         can_measure_utilisation=can_measure_utilisation(),
-        oom_ladder=plan.advice.oom_ladder,
+        oom_ladder=plan.oom_ladder,
     )
 
 

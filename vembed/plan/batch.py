@@ -204,24 +204,19 @@ def step_batches(step: int, *, batches_per_epoch: int, accumulated: int) -> rang
 # Loading --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """Processes that make batches, and how far ahead."""
-
-    num_workers: int  # processes; 0 makes them in the training process
-    batches_ahead: int  # most batches that wait or are being made in workers
-    reason: str  # in one plain sentence with its numbers
-
-
 def plan_loading(
     config: Config, machine: Machine, data: DataSize, *, num_queries: int, host_bytes: int, num_processes: int = 1
-) -> Loading:
+) -> tuple[int, int, str]:
     """Decide the number of data workers: the cores that don't compute, where there are pictures or an accelerator.
 
     Args:
         num_queries: Records of a batch on one device.
         host_bytes: Memory of the machine.
         num_processes: Processes that share the machine's memory.
+
+    Returns:
+        The number of workers, 0 where the training process makes the batches; the most batches that wait or are being
+        made in workers; the reason in one plain sentence.
     """
     if data.pictures_per_record:  # beside which texts are nothing
         batch_bytes, content = round(num_queries * data.pictures_per_record * data.picture_bytes), "pixels"
@@ -247,11 +242,11 @@ def plan_loading(
         num_workers = budget // batch_bytes
         why += f"; {num_workers} whose batches of {show_bytes(batch_bytes)} take at most {show_bytes(budget)}"
     if not num_workers:
-        return Loading(0, 0, f"num_workers 0: {why}")
+        return 0, 0, f"num_workers 0: {why}"
 
     # A second batch for each worker hides the time between two of them, where memory allows it.
     has_room = BATCHES_PER_WORKER * num_workers * batch_bytes <= budget
     per_worker = (BATCHES_PER_WORKER if has_room else 1) if config.prefetch_factor == "auto" else config.prefetch_factor
     ahead = per_worker * num_workers
     amount = f"up to {ahead} batches ahead, {show_bytes(ahead * batch_bytes)} of {content}"
-    return Loading(num_workers, ahead, f"num_workers {num_workers}: {why}; {amount}")
+    return num_workers, ahead, f"num_workers {num_workers}: {why}; {amount}"

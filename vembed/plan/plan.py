@@ -19,7 +19,7 @@ from vembed.plan.devices import OLDEST_TORCH, Devices, cpu_memory_bytes
 from vembed.plan.memory import BatchRows, LossTiles
 from vembed.plan.problem import FIT_FACTOR, FIT_SHARE, PlanningProblem, reserve
 from vembed.plan.strategy import choose
-from vembed.plan.text import advise
+from vembed.plan.text import decision_tree, oom_ladder, scaling_lines, zero_stages
 from vembed.redact import redact_value
 from vembed.registry import plugin_lines
 from vembed.text import show_bytes, show_count
@@ -29,14 +29,13 @@ if TYPE_CHECKING:
 
     from vembed.config.schema import Config
     from vembed.losses.registry import RunLoss
-    from vembed.plan.batch import BatchPlan, Loading, Steps
+    from vembed.plan.batch import BatchPlan, Steps
     from vembed.plan.chunks import ChunkPlan
     from vembed.plan.cost import Candidate
     from vembed.plan.devices import Machine
     from vembed.plan.keys import OptimisationKeys
     from vembed.plan.memory import BytesPerDevice, ModelSize
     from vembed.plan.problem import DataSize, Way
-    from vembed.plan.text import Advice
 
 CPU_TILE_SIZE = 1024
 """Side of a block of the similarity matrix: 4 MiB of float32, so that a few of them stay in a core's caches."""
@@ -83,8 +82,8 @@ PLACES = {
     "eval_every": "steps.eval_every",
     "fits": "fits",
     "memory_bytes": "memory_bytes",
-    "num_workers": "loading.num_workers",
-    "batches_ahead": "loading.batches_ahead",
+    "num_workers": "num_workers",
+    "batches_ahead": "batches_ahead",
     "gradient_accumulation_steps": "batch.accumulated",
     "gradient_cache": "way.gradient_cache",
     "mode": "way.mode",
@@ -96,10 +95,10 @@ PLACES = {
     "learning_rate": "batch.learning_rate",
     "bucket_bytes": "bucket_bytes",
     "candidates": "candidates",
-    "decision_tree": "advice.decision_tree",
-    "oom_ladder": "advice.oom_ladder",
-    "zero_stages": "advice.zero_stages",
-    "scaling": "advice.scaling",
+    "decision_tree": "decision_tree",
+    "oom_ladder": "oom_ladder",
+    "zero_stages": "zero_stages",
+    "scaling": "scaling",
     "model": "model",
 }
 """Key of plan.json, in its order -> attributes of `Plan` that lead to it."""
@@ -113,7 +112,8 @@ class Plan:
     chunks: ChunkPlan  # how a batch is cut, and which graphs are kept
     batch: BatchPlan
     steps: Steps
-    loading: Loading
+    num_workers: int  # processes that make batches; 0 makes them in the training process
+    batches_ahead: int  # most batches that wait or are being made in workers
     reasons: tuple[str, ...]  # why each decision came out so, one plain sentence each
     world_size: int  # processes
     dtype: str  # what the encoder computes in
@@ -127,7 +127,10 @@ class Plan:
     fits: bool  # with reserve
     memory_bytes: int  # of one process
     candidates: tuple[Candidate, ...]  # every way of training that was weighed
-    advice: Advice
+    decision_tree: tuple[str, ...]  # the questions that lead to the strategy, answered
+    oom_ladder: tuple[str, ...]  # next steps, in this order, when a step runs out of memory all the same
+    zero_stages: tuple[str, ...]  # weights, gradients and optimizer state by what is sharded; empty in one process
+    scaling: tuple[str, ...]  # speed and memory with more or fewer devices
     model: Mapping[str, str] = field(default_factory=dict)  # facts about the model, for people
     why: tuple[str, ...] = ()  # of the reasons, those of the way
     notes: tuple[str, ...] = ()  # of the reasons, those that tell of the data and of keys without effect
@@ -218,13 +221,12 @@ def make_plan(
 
     # The decisions.
     packing, packing_reason = plan_packing(config, machine, model)
-    choice = choose(problem)
-    chosen = choice.chosen
+    chosen, candidates, why = choose(problem)
     eval_rows, eval_tokens, eval_notes = evaluation_calls(problem, chosen)
     steps, step_notes = plan_steps(config, batch, data.num_records)
     if config.batch_sampling != "classes":  # batches of classes are made otherwise
         notes += step_notes
-    loading = plan_loading(
+    num_workers, batches_ahead, loading_reason = plan_loading(
         config, machine, data, num_queries=rows.num_queries, host_bytes=host_bytes, num_processes=devices.per_node
     )
     per_epoch, _ = epoch_layout(data.num_records, batch.total, drop_last=config.drop_last)
@@ -239,9 +241,10 @@ def make_plan(
         chunks=chosen.chunks,
         batch=batch,
         steps=steps,
-        loading=loading,
+        num_workers=num_workers,
+        batches_ahead=batches_ahead,
         reasons=(
-            *choice.reasons,
+            *why,
             *notes,
             *dtype_notes,
             *compile_notes,
@@ -252,7 +255,7 @@ def make_plan(
             *eval_notes,
             _memory_sentence(chosen, devices.memory_bytes, reserved_bytes, machine.taken_bytes),
             *([f"reserve: {show_bytes(reserved_bytes)} ({named})"] if named else []),
-            loading.reason,
+            loading_reason,
         ),
         world_size=devices.count,
         dtype=dtype,
@@ -265,9 +268,12 @@ def make_plan(
         bytes_per_device=chosen.bytes_per_device,
         fits=chosen.fits,
         memory_bytes=devices.memory_bytes,
-        candidates=choice.candidates,
-        advice=advise(problem, choice),
-        why=choice.reasons,
+        candidates=candidates,
+        decision_tree=tuple(decision_tree(problem, chosen)),
+        oom_ladder=tuple(oom_ladder(problem, chosen)),
+        zero_stages=tuple(zero_stages(problem)),
+        scaling=tuple(scaling_lines(problem)),
+        why=why,
         notes=tuple(notes),
         reserved_bytes=reserved_bytes,
         device_is_known=devices.known,

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.errors import ConfigError
@@ -108,17 +108,8 @@ def all_ways(problem: PlanningProblem) -> Iterator[Way]:
                 yield Way(sharded, True, checkpointed, use_lora, offloaded, factor, cpu_offload=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The chosen way, all that were weighed, and the reasons."""
-
-    chosen: Candidate
-    candidates: tuple[Candidate, ...]  # all that were weighed
-    reasons: tuple[str, ...]  # one plain sentence each
-
-
-def choose(problem: PlanningProblem) -> Choice:
-    """Weigh every way of training and choose one.
+def choose(problem: PlanningProblem) -> tuple[Candidate, tuple[Candidate, ...], tuple[str, ...]]:
+    """Weigh every way of training; return the chosen one, all of them, and the reasons, a plain sentence each.
 
     Raises:
         ConfigError: A key asks for what these devices or this model can't do.
@@ -169,7 +160,7 @@ def choose(problem: PlanningProblem) -> Choice:
             f"{fastest.way} fits as well and is about {fastest.relative_speed / chosen.relative_speed:.2g} times as "
             f"fast by rough figures; {why}"
         )
-    return Choice(chosen, candidates, (*reasons, *_steps_down(problem, row, wished, chosen)))
+    return chosen, candidates, (*reasons, *_steps_down(problem, row, wished, chosen))
 
 
 def _as_wished(problem: PlanningProblem, way: Way) -> bool:

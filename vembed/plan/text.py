@@ -7,7 +7,7 @@ widths to its renderers. The report of a run shows plan.json as a page.
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from vembed.plan.chunks import WHOLE_BATCH
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from vembed.plan.cost import Candidate
     from vembed.plan.plan import Plan
     from vembed.plan.problem import PlanningProblem
-    from vembed.plan.strategy import Choice
 
 ALWAYS_SHOWN = ("parameters", "gradients", "optimizer", "activations", "loss")
 """Parts of the memory that are shown though they are zero."""
@@ -233,10 +232,10 @@ def comparison(plan: Plan) -> str:
         table.append("  ".join([row[0].ljust(widths[0]), *numbers]))
     blocks = {
         "ways to train": (*table, *LEGEND),
-        "ZeRO stages": plan.advice.zero_stages,
-        "decision tree": plan.advice.decision_tree,
-        "if a step runs out of memory all the same": plan.advice.oom_ladder,
-        "as devices are added, each with its batch": plan.advice.scaling,
+        "ZeRO stages": plan.zero_stages,
+        "decision tree": plan.decision_tree,
+        "if a step runs out of memory all the same": plan.oom_ladder,
+        "as devices are added, each with its batch": plan.scaling,
     }
     return "\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in blocks.items() if lines)
 
@@ -244,23 +243,7 @@ def comparison(plan: Plan) -> str:
 # Advice ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """Next steps of a user, in lines of text."""
-
-    decision_tree: tuple[str, ...]  # the questions that lead to the strategy, answered
-    oom_ladder: tuple[str, ...]  # what to do, in this order, when a step runs out of memory all the same
-    zero_stages: tuple[str, ...]  # weights, gradients and optimizer state by what is sharded; empty in one process
-    scaling: tuple[str, ...]  # what more or fewer devices would do
-
-
-def advise(problem: PlanningProblem, choice: Choice) -> Advice:
-    """Return what a user may do next: other ways, batches and devices, weighed as the plan's were."""
-    tree, ladder = tuple(_decision_tree(problem, choice)), tuple(_oom_ladder(problem, choice))
-    return Advice(tree, ladder, tuple(_zero_stages(problem)), tuple(scaling_lines(problem)))
-
-
-def _decision_tree(problem: PlanningProblem, choice: Choice) -> Iterator[str]:
+def decision_tree(problem: PlanningProblem, chosen: Candidate) -> Iterator[str]:
     """Yield the questions that lead to the strategy with their answers."""
     unset = problem.config.model_copy(update=dict.fromkeys(DECIDING_KEYS, "auto"))
     alone = _on(replace(problem, config=unset), 1)
@@ -277,7 +260,7 @@ def _decision_tree(problem: PlanningProblem, choice: Choice) -> Iterator[str]:
             f"{show_bytes(missing)} are missing."
         )
 
-    count, chosen = problem.devices.count, choice.chosen
+    count = problem.devices.count
     if count == 1:
         yield "Must it be faster? More devices share the batch: --devices 4x24GB shows what they would do."
     else:
@@ -295,9 +278,9 @@ def _decision_tree(problem: PlanningProblem, choice: Choice) -> Iterator[str]:
         yield f"How much memory is missing? {show_bytes(missing)} on each device, with reserve."
 
 
-def _oom_ladder(problem: PlanningProblem, choice: Choice) -> Iterator[str]:
+def oom_ladder(problem: PlanningProblem, chosen: Candidate) -> Iterator[str]:
     """Yield what to do, in this order, when a step runs out of memory after all; numbered from 1."""
-    chosen, count = choice.chosen, problem.devices.count
+    count = problem.devices.count
     way, now = chosen.way, chosen.least_bytes
     changes: dict[str, Candidate] = {}  # what is changed -> what it costs then
     if not way.gradient_checkpointing and problem.model.checkpointable:
@@ -328,7 +311,7 @@ def _oom_ladder(problem: PlanningProblem, choice: Choice) -> Iterator[str]:
         yield f"{number}. {change}: {show_bytes(candidate.least_bytes)} a device, {effect}"
 
 
-def _zero_stages(problem: PlanningProblem) -> Iterator[str]:
+def zero_stages(problem: PlanningProblem) -> Iterator[str]:
     """Yield the formulas of the ZeRO stages with this model's numbers; nothing on one device.
 
     M bytes of weights, k states of the optimizer, N devices. Source: ZeRO (Rajbhandari et al., 2020).
@@ -363,7 +346,7 @@ def scaling_lines(problem: PlanningProblem) -> Iterator[str]:
     most = max(8, 2 * problem.devices.count)
     count = 1
     while count <= most:
-        chosen = choose(_on(problem, count)).chosen
+        chosen = choose(_on(problem, count))[0]
         fits = "" if chosen.fits else " (too much)"
         nodes = max(1, count // problem.devices.per_node)
         where = f" on {nodes} machines" if nodes > 1 else ""

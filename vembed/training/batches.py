@@ -272,9 +272,15 @@ def open_batches(run: Run) -> AbstractContextManager[Batches]:
         if source.records is not data.records:  # mined negatives: the teacher may not have been asked about them
             teacher = teacher_of(run, source.records)
             source = replace(source, answers=ask(run, teacher))
-        if not plan.loading.num_workers:
+        if not plan.num_workers:
             return nullcontext(source)
-        return BatchLoader(source, plan.loading, num_batches=end, pin_memory=config.dataloader_pin_memory)
+        return BatchLoader(
+            source,
+            num_workers=plan.num_workers,
+            batches_ahead=plan.batches_ahead,
+            num_batches=end,
+            pin_memory=config.dataloader_pin_memory,
+        )
 
     return open_level(source, num_batches)
 

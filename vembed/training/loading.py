@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.plan.batch import Loading
     from vembed.training.batches import BatchSource, FeaturedBatch, PreparedBatch
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch puts shared tensors; only its free space is looked at
@@ -77,18 +76,28 @@ class BatchLoader:
     worker caused leaves it as a `MachineError`. Workers start with the first batch.
 
     Args:
-        loading: Number of workers, at least 1, and of batches ahead.
+        num_workers: At least 1.
+        batches_ahead: Most batches that wait or are being made.
         num_batches: Of the whole run: nothing is made beyond.
 
     Raises:
         MachineError: This system can't fork safely.
     """
 
-    def __init__(self, source: BatchSource, loading: Loading, *, num_batches: int, pin_memory: bool = True) -> None:
+    def __init__(
+        self,
+        source: BatchSource,
+        *,
+        num_workers: int,
+        batches_ahead: int,
+        num_batches: int,
+        pin_memory: bool = True,
+    ) -> None:
         if sys.platform != "linux":
-            raise MachineError(f"num_workers {loading.num_workers}: data workers need Linux; set num_workers to 0")
+            raise MachineError(f"num_workers {num_workers}: data workers need Linux; set num_workers to 0")
         self._source = source
-        self._loading = loading
+        self._num_workers = num_workers
+        self._batches_ahead = batches_ahead
         self._num_batches = num_batches
         self._pin_memory = pin_memory
         self._next_number = -1
@@ -133,7 +142,7 @@ class BatchLoader:
                 dead = next((worker for worker in workers if worker.sentinel in ended), None)
             self._close()
         if dead is not None:
-            raise MachineError(_obituary(dead, self._loading.num_workers)) from error
+            raise MachineError(_obituary(dead, self._num_workers)) from error
 
     @property
     def _workers(self) -> list[BaseProcess]:
@@ -142,18 +151,17 @@ class BatchLoader:
 
     def _start(self, number: int) -> None:
         """Fork the workers, for all batches from one on."""
-        num_workers = self._loading.num_workers
         # Once for all. DataLoader sets torch's handler at its first start, which would be inside the block below: that
         # puts the handler from before it back, and a worker's death would go unnoticed.
         signal_handling._set_SIGCHLD_handler()
         with _ready_to_fork(), _children_may_die(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # the plan says it
             loader: DataLoader[_Parcel | VembedError] = DataLoader(
-                _FeaturedBatches(self._source, num_workers, os.getpid()),
+                _FeaturedBatches(self._source, self._num_workers, os.getpid()),
                 batch_size=None,
                 sampler=range(number, self._num_batches),
-                num_workers=num_workers,
-                prefetch_factor=self._loading.batches_ahead // num_workers,
+                num_workers=self._num_workers,
+                prefetch_factor=self._batches_ahead // self._num_workers,
                 collate_fn=lambda made: made,  # DataLoader's own would make tensors of it
                 worker_init_fn=_become_worker,
                 multiprocessing_context="fork",

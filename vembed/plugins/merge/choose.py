@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError
-from vembed.evaluation.benchmark.stored import Stored, read_stored, task_key, write_stored
+from vembed.evaluation.benchmark.stored import read_stored, task_key, write_stored
 from vembed.evaluation.evaluate import EvaluationOptions, evaluate
 from vembed.evaluation.judge import compare, guard_verdict
 
@@ -151,9 +151,11 @@ def choose(
             stored, _ = read_stored(path, key, system=system)
             if stored is None:
                 mixture.take(weights, keys.method)
-                stored = Stored(evaluate(encode, task, EvaluationOptions(system=system, poll=poll)), cost=None)
-                write_stored(path, stored, key)
-            results.append(stored.result)
+                result = evaluate(encode, task, EvaluationOptions(system=system, poll=poll))
+                write_stored(path, result, None, key)
+            else:
+                result, _ = stored
+            results.append(result)
         num_targets = len(keys.targets)
         points.append(Point(weights, tuple(results[:num_targets]), tuple(results[num_targets:])))
         numbers = "  ".join(f"{result.task} {result.metrics[keys.metric]:.4f}" for result in results)

@@ -175,7 +175,8 @@ def test_results_over_other_queries_stand_without_a_comparison_and_a_broken_one_
     write_evaluation(folder / "evaluation" / "baseline", result("test.jsonl", 0.3, num_queries=5))
     (verdict_set, *_) = gathered(folder).sets
     assert verdict_set.sentence == ""
-    assert all(metric.comparison is None and metric.baseline for metric in verdict_set.metrics)
+    assert verdict_set.comparisons == {}
+    assert all(verdict_set.baseline[name] for name in verdict_set.metrics)
     assert "Verdict: improved" not in section(card_of(folder), "Results").partition("### dev")[0]
 
 
@@ -326,7 +327,7 @@ def test_hit_stands_only_where_it_tells_more_than_recall(tmp_path: Path) -> None
         per_query = {**one.per_query, "hit@1": one.per_query["recall@1"]}
         metrics = {**one.metrics, "hit@1": one.metrics["recall@1"]}
         write_evaluation(folder / "evaluation" / name, replace(one, metrics=metrics, per_query=per_query))
-    assert "hit@1" not in [metric.name for metric in gathered(folder).sets[0].metrics]
+    assert "hit@1" not in gathered(folder).sets[0].metrics
     several = replace(one, metrics={**metrics, "hit@1": 0.9}, per_query=per_query)  # several relevant documents
     write_evaluation(folder / "evaluation" / "final", several)
-    assert "hit@1" in [metric.name for metric in gathered(folder).sets[0].metrics]
+    assert "hit@1" in gathered(folder).sets[0].metrics

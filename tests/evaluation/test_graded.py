@@ -192,17 +192,17 @@ def sample(kind: PairKind, *, num_queries: int = 150, per_query: int = 4, seed: 
 def test_the_value_is_the_measure_and_influences_are_its_slopes(kind: PairKind, ties: int) -> None:
     grade_P, similarity_P, query_P = sample(kind, ties=ties)
     similarities, grades, once_P = RankedValues(similarity_P), RankedValues(grade_P), np.ones(len(grade_P))
-    for measure in PAIR_MEASURES[kind].values():
-        value, influence_P = measure.value(similarities, grades, once_P), measure.influence(similarities, grades)
+    for measure, influence in PAIR_MEASURES[kind].values():
+        value, influence_P = measure(similarities, grades, once_P), influence(similarities, grades)
         assert influence_P.mean() == pytest.approx(0, abs=1e-12)
         assert pair_values_by_query(value, influence_P, query_P, 150).mean() == pytest.approx(value, abs=1e-12)
         assert influence_P.std() > 0.1
         for place in (0, 7, 300):
             # Weights, not copies: ranks of many copies of all pairs, of which one has some more.
             weight_P = np.full(len(grade_P), 1e6)
-            before = measure.value(similarities, grades, weight_P)
+            before = measure(similarities, grades, weight_P)
             weight_P[place] += 100.0
-            slope = (measure.value(similarities, grades, weight_P) - before) * 1e4 * len(grade_P)
+            slope = (measure(similarities, grades, weight_P) - before) * 1e4 * len(grade_P)
             assert influence_P[place] == pytest.approx(slope, abs=2e-3 * max(1.0, abs(slope)))
 
 

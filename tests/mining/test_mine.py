@@ -29,7 +29,7 @@ from vembed.vectors import store as store_module
 from vembed.vectors.encode import ItemEncoder
 from vembed.vectors.items import corpus_items
 from vembed.vectors.keys import MiningKeys
-from vembed.vectors.mining import CrossEncoderTeacher, EncoderTeacher, Miner, MiningTask
+from vembed.vectors.mining import Miner, MiningTask, cross_encoder_teacher, encoder_teacher
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -224,7 +224,7 @@ def test_a_teacher_decides_what_the_margin_leaves_out(task: MiningTask, encode: 
     torch.manual_seed(5)
     other = NgramBag(NgramBagConfig(dimension=64, buckets=4096, max_words=16))
     better = ItemEncoder(other, ChunkBudget(64, 10**6), torch.device("cpu"))
-    teacher = EncoderTeacher.of(better, task, tmp_path / "teacher")
+    teacher = encoder_teacher(better, task, tmp_path / "teacher")
     keys = MiningKeys(mine_relative_margin=0.3)
     mined = Miner(encode, keys, tmp_path, teacher=teacher).mine(task)
     alone = Miner(encode, keys, tmp_path).mine(task)
@@ -294,6 +294,9 @@ class Pairs:
 
     name, modalities = "pairs", frozenset({"text"})
 
+    def key(self) -> dict[str, str]:
+        return {}
+
     def scores(self, pairs: list[tuple[str, str]]) -> torch.Tensor:
         return torch.tensor([len(document) - len(query) for query, document in pairs]) / 100
 
@@ -307,12 +310,12 @@ def test_a_cross_encoder_refuses_pictures_and_looks_alone_whether_it_is_to_stop(
     rows_P, polls = np.arange(10), []
     for ranks, expected in ((Ranks(), 3), (Ranks(rank=0, world_size=2), 0)):
         polls.clear()
-        teacher = CrossEncoderTeacher.of(model, task, ranks=ranks, poll=lambda: polls.append(1))
+        teacher = cross_encoder_teacher(model, task, ranks=ranks, poll=lambda: polls.append(1))
         assert not polls
-        assert (np.diff(teacher.scores(task, rows_P, rows_P)) != 0).any()
+        assert (np.diff(teacher.scores(rows_P, rows_P)) != 0).any()
         assert len(polls) == expected
     with pytest.raises(DataError, match="pictures"):
-        CrossEncoderTeacher.of(model, pictures(), ranks=Ranks(), poll=lambda: None)
+        cross_encoder_teacher(model, pictures(), ranks=Ranks(), poll=lambda: None)
 
 
 def test_equal_contents_are_one_document(tmp_path: Path) -> None:
@@ -345,7 +348,7 @@ def mined(
 ) -> MiningReport:
     rows = written(folder / "rows.jsonl", made_rows(60))
     task = MiningTask.of(read_rows(rows).table)
-    judge = None if teacher is None else EncoderTeacher.of(teacher, task, folder / "teacher")
+    judge = None if teacher is None else encoder_teacher(teacher, task, folder / "teacher")
     options = MiningKeys(**keys)
     found = Miner(encode, options, folder / "work", teacher=judge).mine(task)
     source = {"model": "m", **({} if teacher is None else {"teacher": "t"})}

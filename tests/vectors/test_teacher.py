@@ -96,7 +96,7 @@ def filled(folder: Path, answers: Answers) -> ContrastiveBatch:
     rows = [7, 3, 11, 0, 1, 2, 4, 5, 6, 8, 9, 10]
     records = records_in(folder).take(rows)
     counts = [len(record.positives) + len(record.negatives) for record in records]
-    return answers.fill(collate(records, rows), np.array(counts))
+    return answers(collate(records, rows), np.array(counts))
 
 
 @pytest.fixture

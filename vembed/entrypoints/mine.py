@@ -121,12 +121,12 @@ def _mine(
     from vembed.evaluation.mining_report import MiningReport, mining_page
     from vembed.pages.write import write_page
     from vembed.vectors.items import corpus_items
-    from vembed.vectors.mining import Miner, MiningTask, Seconds
+    from vembed.vectors.mining import Miner, MiningTask, timed
     from vembed.workflows.mining import rows_without_positives, write_rows
 
     # Every rank encodes its share and reads the shares of the others; the first one alone writes and prints.
-    seconds, ranks = Seconds(), runtime.ranks
-    with seconds.part("read data"):
+    seconds, ranks = dict[str, float](), runtime.ranks
+    with timed(seconds, "read data"):
         loaded = source.records()
         alone = len(rows_without_positives(output, loaded.table, lists_grades=options.label_kind == "grade"))
         corpus = None
@@ -134,12 +134,12 @@ def _mine(
             documents = read(options.corpus, "train", source.keys).documents()
             corpus = corpus_items(document.item for document in documents)
         task = MiningTask.of(loaded.table, corpus)
-    with seconds.part("load model"):
+    with timed(seconds, "load model"):
         model = load(options.model, **options.load_options())
     encode = model.item_encoder(options.batch_size, poll=stop.poll)
     encode.ranks = ranks
     folder = _work_folder(output)
-    with seconds.part("teacher"):
+    with timed(seconds, "teacher"):
         teacher = _teacher(options, task, folder, runtime, stop)
     mined = Miner(encode, options, folder, options.seed or 0, teacher, seconds).mine(task)
     if ranks.is_first:
@@ -151,11 +151,11 @@ def _mine(
             facts["teacher"] = redact(options.teacher)
         verbs = "has nothing to mine below and comes" if alone == 1 else "have nothing to mine below and come"
         notes = [*loaded.notes, *[f"{plural(alone, 'row')} without a positive {verbs} out as before."] * (alone > 0)]
-        report = MiningReport(task, mined, options, facts, notes, seconds.parts, command)
+        report = MiningReport(task, mined, options, facts, notes, seconds, command)
         pages, started = output.with_name(f"{output.stem}-report"), time.perf_counter()
 
         def write_report() -> None:
-            seconds.parts["write"] = time.perf_counter() - started
+            seconds["write"] = time.perf_counter() - started
             write_page(pages, mining_page(report, source.image_limits))
 
         write_rows(
@@ -188,12 +188,12 @@ def _teacher(
     from vembed.api.model import load
     from vembed.models.keys import ModelKeys
     from vembed.models.st_library import CrossEncoder
-    from vembed.vectors.mining import CrossEncoderTeacher, EncoderTeacher
+    from vembed.vectors.mining import cross_encoder_teacher, encoder_teacher
 
     name, pickled = options.teacher, options.allow_pickle
     keys = ModelKeys(model_name=name, allow_pickle=pickled)
     if CrossEncoder.is_meant(keys):
-        return CrossEncoderTeacher.of(CrossEncoder(keys).to(runtime.device), task, ranks=runtime.ranks, poll=stop.poll)
+        return cross_encoder_teacher(CrossEncoder(keys).to(runtime.device), task, ranks=runtime.ranks, poll=stop.poll)
     encode = load(name, allow_pickle=pickled, bf16=options.bf16).item_encoder(options.batch_size, poll=stop.poll)
     encode.ranks = runtime.ranks
-    return EncoderTeacher.of(encode, task, folder / "teacher")
+    return encoder_teacher(encode, task, folder / "teacher")

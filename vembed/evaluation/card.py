@@ -124,7 +124,7 @@ def render_card(facts: CardFacts) -> str:
             model_pairs=_model_pairs(model, takes),
             data_pairs=data_pairs if run is None else [*data_pairs, *run.data_facts],
             metrics_table=_metrics_table,
-            has_intervals=any(metric.comparison for one in sets for metric in one.metrics),
+            has_intervals=any(one.comparisons for one in sets),
             licences=_licences(facts),
             papers=[papers[name] for name in methods if papers.get(name, {}).get("bibtex")],  # not all losses have one
         )
@@ -197,8 +197,8 @@ def _shown(name: PublicName) -> str:
 def _metrics_table(measured: SetFacts) -> Table:
     """Return the metrics of a set before and after, with BM25 where it was measured."""
     rows = []
-    for metric in measured.metrics:
-        comparison = metric.comparison
+    for name in measured.metrics:
+        comparison = measured.comparisons.get(name)
         if comparison is None:
             change = interval = "not compared"
         else:
@@ -206,10 +206,12 @@ def _metrics_table(measured: SetFacts) -> Table:
             interval = f"{signed_text(comparison.low)} to {signed_text(comparison.high)}".replace("-", MINUS)
             if comparison.num_queries < 2:
                 interval = "none with 1 query"
-        before, after, bm25 = (metric_text(value) for value in (metric.baseline, metric.final, metric.bm25))
-        rows.append([metric_name(metric.name), before, after, change, interval, bm25])
+        before, after, bm25 = (
+            metric_text(values.get(name)) for values in (measured.baseline, measured.final, measured.bm25)
+        )
+        rows.append([metric_name(name), before, after, change, interval, bm25])
     # A column of BM25 alone would be "n/a" on sets of pictures.
-    width = 6 if any(metric.bm25 is not None for metric in measured.metrics) else 5
+    width = 6 if any(name in measured.bm25 for name in measured.metrics) else 5
     heads = ["Metric", "Before", "After", "Change", "95% interval", "BM25"]
     return Table(heads[:width], [row[:width] for row in rows])
 
@@ -273,20 +275,21 @@ def _hub_results(measured: SetFacts) -> list[dict[str, Any]]:
     def is_number(value: float | None) -> bool:
         return value is not None and math.isfinite(value)  # YAML's .nan is refused by the hub
 
+    final, baseline = measured.final, measured.baseline
     results = [
         EvalResult(
             task_type="text-retrieval",
             task_name="Retrieval",
             dataset_type="unknown",
             dataset_name=f"{one_line(measured.name)} ({measured.role})",
-            metric_type=metric.name.replace("@", "_at_"),
-            metric_name=metric_name(metric.name),
-            metric_value=round(metric.final or 0.0, 6),
+            metric_type=name.replace("@", "_at_"),
+            metric_name=metric_name(name),
+            metric_value=round(final[name], 6),
             # The value before training, where no reader takes it for the model's.
-            metric_args={"untrained": round(metric.baseline or 0.0, 6)} if is_number(metric.baseline) else None,
+            metric_args={"untrained": round(baseline[name], 6)} if is_number(baseline.get(name)) else None,
         )
-        for metric in measured.metrics
-        if is_number(metric.final)
+        for name in measured.metrics
+        if is_number(final[name])
     ]
     written: list[dict[str, Any]] = eval_results_to_model_index("", results)[0]["results"]
     return written

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import vembed
 from vembed.errors import DataError, MachineError
-from vembed.evaluation.judge import guard_verdict, mean_verdict, verdict
+from vembed.evaluation.judge import compare, guard_verdict, mean_verdict, verdict
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.results import METRICS_FILE, read_evaluation
 from vembed.losses.registry import loss_section
@@ -107,26 +107,19 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class MetricFacts:
-    """One metric of one set; None where it wasn't measured."""
-
-    name: str
-    baseline: float | None  # before training
-    final: float | None  # the model of the card
-    bm25: float | None
-    comparison: Comparison | None  # final against baseline
-
-
-@dataclass(frozen=True, slots=True)
 class SetFacts:
-    """Measurements on one set."""
+    """Measurements on one set. What wasn't measured is not in its mapping."""
 
     name: str
     role: str  # e.g. "test set"
     note: str  # what it was used for
     num_queries: int  # with judgements
     num_documents: int
-    metrics: tuple[MetricFacts, ...]  # the metric of the verdict first
+    metrics: tuple[str, ...]  # names of those to show, the metric of the verdict first
+    baseline: Mapping[str, float]  # before training, by metric
+    final: Mapping[str, float]  # the model of the card
+    bm25: Mapping[str, float]
+    comparisons: Mapping[str, Comparison]  # final against baseline
     sentence: str = ""  # the verdict
 
     @property
@@ -427,30 +420,24 @@ def _set_facts(
         recall = name.replace("hit", "recall") if name.startswith("hit@") else ""
         if name in final.metrics and (not recall or any(one.get(name) != one.get(recall) for one in measured)):
             names.append(name)
-    verdicts, sentence = {}, ""
+    comparisons, sentence = {}, ""
     if baseline is not None:
         try:
-            verdicts = {name: verdict(baseline, final, name) for name in names}
+            comparisons = {name: compare(baseline, final, name) for name in names}
             judge = guard_verdict if role == "guard set" else verdict
             sentence = judge(baseline, final, metric).sentence if metric in names else ""
         except (ValueError, KeyError):  # other queries than before: the numbers stand, their difference says nothing
-            verdicts = {}
-    rows = [
-        MetricFacts(
-            name=name,
-            baseline=baseline.metrics.get(name) if baseline else None,
-            final=final.metrics[name],
-            bm25=bm25.metrics.get(name) if bm25 else None,
-            comparison=verdicts[name].comparison if name in verdicts else None,
-        )
-        for name in names
-    ]
+            comparisons = {}
     return SetFacts(
         name=final.task,
         role=role,
         note=use,
         num_queries=final.num_queries,
         num_documents=final.num_documents,
-        metrics=tuple(rows),
+        metrics=tuple(names),
+        baseline=baseline.metrics if baseline else {},
+        final=final.metrics,
+        bm25=bm25.metrics if bm25 else {},
+        comparisons=comparisons,
         sentence=sentence,
     )

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Features, Item, Side
     from vembed.data.judged import RetrievalData
-    from vembed.evaluation.judge import RecallSum
+    from vembed.evaluation.judge import Estimate
     from vembed.evaluation.report.vectors import Geometry
     from vembed.models.encoder import Encoder
     from vembed.vectors.encode import ItemEncoder, Vectors
@@ -273,9 +273,9 @@ def _score_graded_pairs(encoded_task: EncodedTask, system: str) -> EvaluationRes
     similarity_P = pair_similarities(encoded_task.queries, encoded_task.documents, query_P, document_P)
     similarities, grades = RankedValues(similarity_P), RankedValues(grade_P)
     metrics, per_query = {}, {}
-    for name, measure in PAIR_MEASURES[task.kind].items():
-        metrics[name] = measure.value(similarities, grades, np.ones(len(grade_P)))
-        influence_P = measure.influence(similarities, grades)
+    for name, (value, influence) in PAIR_MEASURES[task.kind].items():
+        metrics[name] = value(similarities, grades, np.ones(len(grade_P)))
+        influence_P = influence(similarities, grades)
         values_Q = pair_values_by_query(metrics[name], influence_P, query_P, len(query_ids))
         per_query[name] = dict(zip(query_ids, values_Q.tolist(), strict=True))
     # The "ranking" of a query is its own few pairs: what a page or run.trec shows of such a set.
@@ -312,7 +312,7 @@ def pair_similarities(
     return similarity_P
 
 
-def recall_sums(baseline: Directions, final: Directions) -> tuple[RecallSum, RecallSum] | None:
+def recall_sums(baseline: Directions, final: Directions) -> tuple[Estimate, Estimate] | None:
     """Return `recall_sum` before and after training, or None where one of them lacks a cut-off or a direction."""
     if baseline.reverse is None or final.reverse is None:
         return None

@@ -26,7 +26,7 @@ import numpy as np
 from vembed.data.python_rows import refuse_other_modalities
 from vembed.errors import DataError
 from vembed.evaluation.evaluate import pair_similarities
-from vembed.evaluation.judge import CONFIDENCE, FLOAT_NOISE_DECIMALS, Comparison, judged
+from vembed.evaluation.judge import CONFIDENCE, FLOAT_NOISE_DECIMALS, Comparison, Estimate, judged
 from vembed.evaluation.metrics import PAIR_MEASURES, RankedValues
 from vembed.pages.page import SYMBOLS, Cell, Items, Note, Page, Section, Table, command_blocks, pairs_table
 from vembed.pages.text import count_text, metric_text, number_text, signed_text
@@ -96,15 +96,6 @@ class GradedPairs:
         return pair_similarities(queries, documents, self.query_P, self.document_P)
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A measure of one model, with the bounds of its interval."""
-
-    value: float
-    low: float
-    high: float
-
-
 @dataclass(frozen=True, eq=False)
 class PairsOutcome:
     """Measures of several models on the same pairs."""
@@ -158,7 +149,7 @@ def measure_pairs(
     ranked = [RankedValues(similarity_P) for similarity_P in similarities.values()]  # sorted once for all draws
 
     def measure_all(weight_P: NDArray[np.float64]) -> list[list[float]]:
-        return [[measure.value(one, grades, weight_P) for measure in measures.values()] for one in ranked]
+        return [[value(one, grades, weight_P) for value, _ in measures.values()] for one in ranked]
 
     values_MK = np.array(measure_all(np.ones(len(pairs.grade_P))))
     generator = np.random.default_rng(SEED)

@@ -56,6 +56,15 @@ RSUM_METRICS = ("hit@1", "hit@5", "hit@10")
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """The difference of two systems in one metric, over the same queries."""
 
@@ -348,20 +357,14 @@ def _cut(bounds: tuple[float, float], parts: Sequence[NDArray[np.float64]], most
     return max(low, 0.0), min(high, most * len(parts))
 
 
-@dataclass(frozen=True, slots=True)
-class RecallSum:
-    """Recalls of both directions in one number, as the image-text literature has it (Chen et al., 2020, UNITER)."""
-
-    value: float  # R@1 + R@5 + R@10 of both directions in percent, 0 to 600
-    low: float  # lower bound of its 95% interval
-    high: float  # upper bound of its 95% interval
-
-
-def recall_sum(forward: EvaluationResult, reverse: EvaluationResult) -> RecallSum | None:
-    """Return the sum of both directions' recalls, or None where one of them lacks a cut-off.
+def recall_sum(forward: EvaluationResult, reverse: EvaluationResult) -> Estimate | None:
+    """Return R@1 + R@5 + R@10 of both directions in percent, 0 to 600, or None where one of them lacks a cut-off.
 
     Args:
         reverse: The other one, with queries of its own.
+
+    Source:
+        Chen et al., UNITER (2020).
     """
     results = (forward, reverse)
     if any(metric not in result.per_query for result in results for metric in RSUM_METRICS):
@@ -369,7 +372,7 @@ def recall_sum(forward: EvaluationResult, reverse: EvaluationResult) -> RecallSu
     value = 100 * sum(result.metrics[metric] for result in results for metric in RSUM_METRICS)
     # The two directions are taken as independent: their queries are different items.
     low, high = sum_interval(results, RSUM_METRICS)
-    return RecallSum(value, 100 * low, 100 * high)
+    return Estimate(value, 100 * low, 100 * high)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from vembed.evaluation.benchmark.run import Entry
     from vembed.evaluation.benchmark.stored import Cost
-    from vembed.evaluation.judge import RecallSum
+    from vembed.evaluation.judge import Estimate
     from vembed.evaluation.results import EvaluationResult
     from vembed.pages.page import Block
 
@@ -126,7 +126,7 @@ class SumRow:
     task: str
     forward: tuple[float, ...]  # R@1, R@5 and R@10 of the set in percent
     reverse: tuple[float, ...]  # the same of the reversed set
-    total: RecallSum  # 600 at best
+    total: Estimate  # rsum, 600 at best
 
 
 @dataclass(frozen=True, slots=True)

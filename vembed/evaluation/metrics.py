@@ -12,10 +12,10 @@
 Relevant means grade 1 or more. A relevant document that was not found counts as missed, in the corpus or not.
 
 Pairs that people graded have no run. Their similarities are measured by Spearman's rank correlation with the grades, or
-by average precision and ROC AUC where a pair either belongs together or doesn't. `PairMeasure.value` takes a weight for
-each pair, so that a bootstrap draw needs no new sort. `PairMeasure.influence` is the slope of the value in a pair's
-weight, by which such a set is judged query by query as any other is: a rank correlation is no mean over queries, but to
-first order it is the mean of v_q = value + Q / P * (sum of the influences of the query's pairs).
+by average precision and ROC AUC where a pair either belongs together or doesn't. The value takes a weight for each
+pair, so that a bootstrap draw needs no new sort. The influence is the slope of the value in a pair's weight, by which
+such a set is judged query by query as any other is: a rank correlation is no mean over queries, but to first order it
+is the mean of v_q = value + Q / P * (sum of the influences of the query's pairs).
 Shape legend: P pairs, Q queries, V distinct values.
 Source: Efron & Tibshirani, An Introduction to the Bootstrap (1993), chapter 21 (influence, the delta method).
 """
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 import traceback
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
     from vembed.data.judged import PairKind
 
     Metric: TypeAlias = Callable[[Sequence[int], Sequence[int], int], float]
+    PairValue: TypeAlias = Callable[["RankedValues", "RankedValues", NDArray[np.float64]], float]
+    PairInfluence: TypeAlias = Callable[["RankedValues", "RankedValues"], NDArray[np.float64]]
 
 HEADLINE = ("ndcg@10", "recall@1", "mrr@10", "map@100")
 """The metrics that a report leads with."""
@@ -56,20 +57,13 @@ MAX_DEPTH = 1000
 """Documents kept per query where a cut-off asks for more than the usual: each takes some 100 bytes of memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrecMeasure:
-    """A metric that trec_eval computes."""
-
-    name: str  # trec_eval's own
-    takes_cuts: bool = True  # else it is of the whole run, and a value below 1 / k counts as 0
-
-
-NDCG = TrecMeasure("ndcg_cut")
-RECALL = TrecMeasure("recall")
-PRECISION = TrecMeasure("P")
-MRR = TrecMeasure("recip_rank", takes_cuts=False)
-MAP = TrecMeasure("map_cut")
-HIT = TrecMeasure("success")
+# Metrics that trec_eval computes, by its own names. All of them take a cut-off but the reciprocal rank.
+NDCG = "ndcg_cut"
+RECALL = "recall"
+PRECISION = "P"
+MRR = "recip_rank"
+MAP = "map_cut"
+HIT = "success"
 
 
 def register_metric(function: Metric) -> Metric:
@@ -147,19 +141,19 @@ def score_run(
     judged = with_relevant(qrels)
     joined = ",".join(str(cut) for cut in cuts)
     entries = {name: METRICS.load(name) for name in METRICS.names()}
-    ours = {name: entry for name, entry in entries.items() if isinstance(entry, TrecMeasure)}
-    measures = {f"{measure.name}.{joined}" if measure.takes_cuts else measure.name for measure in ours.values()}
+    ours = {name: entry for name, entry in entries.items() if isinstance(entry, str)}
+    measures = {measure if measure == MRR else f"{measure}.{joined}" for measure in ours.values()}
     evaluator = pytrec_eval.RelevanceEvaluator(judged, measures)
     scored = evaluator.evaluate({query_id: dict(run.get(query_id, ())) for query_id in judged})
     per_query: dict[str, dict[str, float]] = {}
-    for name, measure in sorted(ours.items(), key=lambda entry: not entry[1].takes_cuts):  # the order of metrics.json
+    for name, measure in sorted(ours.items(), key=lambda entry: entry[1] == MRR):  # the order of metrics.json
         for cut in cuts:
-            if measure.takes_cuts:
-                values = {query_id: float(scored[query_id][f"{measure.name}_{cut}"]) for query_id in judged}
-            else:
+            if measure == MRR:
                 # Of the first relevant document: a cut at k leaves the reciprocal rank as it is or makes it 0.
-                ranks = {query_id: float(scored[query_id][measure.name]) for query_id in judged}
+                ranks = {query_id: float(scored[query_id][measure]) for query_id in judged}
                 values = {query_id: rank if rank >= 1.0 / cut else 0.0 for query_id, rank in ranks.items()}
+            else:
+                values = {query_id: float(scored[query_id][f"{measure}_{cut}"]) for query_id in judged}
             per_query[f"{name}@{cut}"] = values
     for name in entries:
         if name not in ours:
@@ -227,18 +221,6 @@ class RankedValues:
     def above(self, weight_P: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the weight of all larger values and half that of the equal ones (P,)."""
         return -self.below(weight_P) + float(weight_P.sum())
-
-
-@dataclass(frozen=True, slots=True)
-class PairMeasure:
-    """A measure over graded pairs, from their similarities and their grades (1 and 0 of pairs that belong together).
-
-    `value` is a function of the pairs' weights, NaN where these leave nothing to measure. `influence` is the slope of
-    that value in each pair's weight, all others being 1, times P; its mean is 0.
-    """
-
-    value: Callable[[RankedValues, RankedValues, NDArray[np.float64]], float]
-    influence: Callable[[RankedValues, RankedValues], NDArray[np.float64]]
 
 
 def spearman(similarities: RankedValues, grades: RankedValues, weight_P: NDArray[np.float64]) -> float:
@@ -320,14 +302,19 @@ def _roc_auc_influence(similarities: RankedValues, truths: RankedValues) -> NDAr
     return influence_P + (1 - truth_P) * (true_above_P - value) / (1 - share)
 
 
-PAIR_MEASURES: dict[PairKind, dict[str, PairMeasure]] = {
-    "grade": {"spearman": PairMeasure(spearman, _spearman_influence)},
+PAIR_MEASURES: dict[PairKind, dict[str, tuple[PairValue, PairInfluence]]] = {
+    "grade": {"spearman": (spearman, _spearman_influence)},
     "pair": {
-        "average precision": PairMeasure(average_precision, _average_precision_influence),
-        "ROC AUC": PairMeasure(roc_auc, _roc_auc_influence),
+        "average precision": (average_precision, _average_precision_influence),
+        "ROC AUC": (roc_auc, _roc_auc_influence),
     },
 }
-"""Kind of the labels -> the measures by name; the first decides."""
+"""Kind of the labels -> name of a measure -> its value and its influence; the first measure decides.
+
+Both take the pairs' similarities and their grades (1 and 0 of pairs that belong together). The value is a function of
+the pairs' weights, NaN where these leave nothing to measure. The influence is the slope of that value in each pair's
+weight, all others being 1, times P; its mean is 0.
+"""
 
 
 def pair_values_by_query(

@@ -165,7 +165,7 @@ class BatchSource:
             [len(record.positives) + len(record.negatives) for record in records], dtype=np.int64
         )
         if self.answers is not None:
-            batch = self.answers.fill(batch, num_documents_Q)
+            batch = self.answers(batch, num_documents_Q)
 
         # Which rank encodes which row. All ranks compute the same from the batch alone; nothing is exchanged.
         items = (*batch.queries, *batch.documents)

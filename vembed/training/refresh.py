@@ -38,11 +38,11 @@ from vembed.training.model import teacher_keys
 from vembed.vectors.encode import ItemEncoder, encoding_budget
 from vembed.vectors.items import HardVectors
 from vembed.vectors.mining import (
-    CrossEncoderTeacher,
-    EncoderTeacher,
     Miner,
     MiningTask,
+    cross_encoder_teacher,
     documents_to_mine,
+    encoder_teacher,
     refuse_impossible,
 )
 from vembed.vectors.provenance import digest, model_key
@@ -209,7 +209,7 @@ class MiningRefresh:
             source = {"model": f"{redact(config.model_name)} before epoch {epoch + 1}"}
             if config.mine_teacher is not None:
                 source["teacher"] = redact(config.mine_teacher)
-            report = MiningReport(task, mined, config, source, (), miner.seconds.parts, "")
+            report = MiningReport(task, mined, config, source, (), miner.seconds, "")
             write_page(self.folder / f"epoch-{epoch + 1:05}", mining_page(report, image_limits(config)))
             _log.info("before epoch %d: %s", epoch + 1, report.headline)
         encode.ranks.gather_objects(None)  # all ranks have read the vectors in `work`
@@ -233,14 +233,14 @@ class MiningRefresh:
             return None
         keys = teacher_keys(config, config.mine_teacher)
         if CrossEncoder.is_meant(keys):
-            return CrossEncoderTeacher.of(
+            return cross_encoder_teacher(
                 CrossEncoder(keys).to(encode.device), task, ranks=encode.ranks, poll=encode.poll
             )
         # Loaded for this mining alone and dropped behind it: between minings its memory is the step's.
         model = load_encoder(keys, image_limits=image_limits(config)).to(encode.device)
         budget = encoding_budget(model, encode.device, ROWS_AT_ONCE)
         teacher = ItemEncoder(model, budget, encode.device, encode.autocast_dtype, encode.poll, encode.ranks)
-        return EncoderTeacher.of(teacher, task, self.folder / "teacher")
+        return encoder_teacher(teacher, task, self.folder / "teacher")
 
 
 def refuse_mining(config: Config, data: RunData) -> None:

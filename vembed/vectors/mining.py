@@ -23,8 +23,8 @@ import time
 import zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import faiss
 import numpy as np
@@ -210,97 +210,59 @@ def pair_scores(
     return scores_P
 
 
-class Teacher(Protocol):
+@dataclass(frozen=True, eq=False)
+class Teacher:
     """A better judge of pairs than the model: it tells which candidates answer the query after all."""
 
-    @property
-    def key(self) -> Key:
-        """Everything that its scores depend on."""
-
-    def scores(
-        self, task: MiningTask, queries_P: NDArray[np.int64], documents_P: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
-        """Return a score for each pair of rows, (P,)."""
+    key: Key  # everything that its scores depend on
+    # rows of queries and of documents of a task (P,) -> a score for each pair (P,)
+    scores: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 
 
-@dataclass(frozen=True, eq=False)
-class EncoderTeacher:
-    """Scores of a model with one vector for each item: their inner product."""
+def encoder_teacher(encode: ItemEncoder, task: MiningTask, folder: Path) -> Teacher:
+    """Return a model with one vector for each item as a teacher: its scores are their inner products.
 
-    queries_UE: NDArray[np.float32]
-    documents_DE: NDArray[np.float32]
-    key: Key  # what its scores are made of
-
-    @classmethod
-    def of(cls, encode: ItemEncoder, task: MiningTask, folder: Path) -> EncoderTeacher:
-        """Encode everything with the teacher, or read what was encoded before; all ranks must call it."""
-        task.require(encode.encoder)
-        refuse_several_vectors(encode.encoder)
-        model = shared_model_key(encode)
-        documents_DE, documents_key = side_vectors(task.documents, "document", encode, model, folder)
-        queries_UE, queries_key = side_vectors(task.queries, "query", encode, model, folder)
-        return cls(queries_UE, documents_DE, {"queries": queries_key, "documents": documents_key})
-
-    def scores(
-        self,
-        task: MiningTask,  # noqa: ARG002 - the vectors stand for its items
-        queries_P: NDArray[np.int64],
-        documents_P: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
-        """Return a score for each pair of rows, (P,)."""
-        return pair_scores(self.queries_UE, self.documents_DE, queries_P, documents_P)
+    It encodes all items of the task, or reads what was encoded before; all ranks must call it.
+    """
+    task.require(encode.encoder)
+    refuse_several_vectors(encode.encoder)
+    model = shared_model_key(encode)
+    documents_DE, documents_key = side_vectors(task.documents, "document", encode, model, folder)
+    queries_UE, queries_key = side_vectors(task.queries, "query", encode, model, folder)
+    key = {"queries": queries_key, "documents": documents_key}
+    return Teacher(key, partial(pair_scores, queries_UE, documents_DE))
 
 
-@dataclass(frozen=True, eq=False)
-class CrossEncoderTeacher:
-    """Scores of a cross-encoder, which reads query and document together: between 0 and 1, as margins need them."""
+def cross_encoder_teacher(model: CrossEncoder, task: MiningTask, *, ranks: Ranks, poll: Callable[[], None]) -> Teacher:
+    """Return a cross-encoder, which reads query and document together, as a teacher.
 
-    model: CrossEncoder
-    poll: Callable[[], None] = lambda: None  # called now and then; may raise to stop
+    Its scores lie between 0 and 1, as margins need them. They raise a `MachineError` where one isn't finite.
 
-    @classmethod
-    def of(
-        cls, model: CrossEncoder, task: MiningTask, *, ranks: Ranks, poll: Callable[[], None]
-    ) -> CrossEncoderTeacher:
-        """Return a teacher of a task.
+    Args:
+        ranks: The processes that ask it.
+        poll: Called now and then where one alone asks; may raise to stop.
 
-        Args:
-            ranks: The processes that ask it.
-            poll: Called now and then where one alone asks; may raise to stop.
+    Raises:
+        DataError: The data hold more than texts.
+    """
+    task.require(model)
 
-        Raises:
-            DataError: The data hold more than texts.
-        """
-        task.require(model)
-        if ranks.world_size > 1:  # they have different numbers of pairs, and agree on stopping after each block
-            return cls(model)
-        return cls(model, poll)
-
-    @property
-    def key(self) -> Key:
-        """Everything that its scores depend on."""
-        return dict(self.model.key())
-
-    def scores(
-        self, task: MiningTask, queries_P: NDArray[np.int64], documents_P: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
-        """Return a score for each pair of rows, (P,).
-
-        Raises:
-            MachineError: A score isn't finite.
-        """
+    def scores(queries_P: NDArray[np.int64], documents_P: NDArray[np.int64]) -> NDArray[np.float32]:
         parts = [np.zeros(0, dtype=np.float32)]
         for start in range(0, len(queries_P), TEXTS_BLOCK):
-            self.poll()
+            if ranks.is_one:  # several have different numbers of pairs, and agree on stopping after each block
+                poll()
             block = slice(start, start + TEXTS_BLOCK)
             queries = texts_of(task.queries.take(queries_P[block]))
             documents = texts_of(task.documents.take(documents_P[block]))
-            logits_B = self.model.scores(list(zip(queries, documents, strict=True)))
+            logits_B = model.scores(list(zip(queries, documents, strict=True)))
             parts.append(logits_B.sigmoid().cpu().numpy())
         scores_P = np.concatenate(parts)
         if not np.isfinite(scores_P).all():
-            raise MachineError(f"{self.model.name} gives scores that aren't finite")
+            raise MachineError(f"{model.name} gives scores that aren't finite")
         return scores_P
+
+    return Teacher(dict(model.key()), scores)
 
 
 # The choice: a pure function of scores and settings -------------------------------------------------------------------
@@ -413,20 +375,14 @@ class Mined:
         return cls(**{**arrays, "refused_1R": arrays["refused_1R"].sum(axis=0, keepdims=True)})
 
 
-@dataclass(slots=True)
-class Seconds:
-    """Wall time by part of the work, in this process."""
-
-    parts: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the time of the block."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - started
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the wall time of the block to a part of the work."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +394,7 @@ class Miner:
     folder: Path  # of what a rerun reads back; all ranks must see it
     seed: int = 0
     teacher: Teacher | None = None
-    seconds: Seconds = field(default_factory=Seconds)
+    seconds: dict[str, float] = field(default_factory=dict)  # wall time by part of the work, in this process
 
     def mine(self, task: MiningTask) -> Mined:
         """Return the negatives of every query; all ranks must call it.
@@ -454,9 +410,9 @@ class Miner:
         with _writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         model = shared_model_key(self.encode)
-        with self.seconds.part("encode documents"):
+        with timed(self.seconds, "encode documents"):
             documents_DE, documents_key = side_vectors(task.documents, "document", self.encode, model, self.folder)
-        with self.seconds.part("encode queries"):
+        with timed(self.seconds, "encode queries"):
             queries_UE, queries_key = side_vectors(task.queries, "query", self.encode, model, self.folder)
         index = self._index(documents_DE, documents_key)
         ranks = self.encode.ranks
@@ -490,7 +446,7 @@ class Miner:
                 done = min(lap + ranks.world_size, len(missing)) * BLOCK_QUERIES
                 _log.info("mined for %d queries, %.0f a second", done, done / (last_line - started))
         ranks.gather_objects(None)  # all wait: every block is written
-        with self.seconds.part("read"):
+        with timed(self.seconds, "read"):
             parts = [part for part in map(_read, paths) if part is not None]
         if len(parts) < len(paths):
             raise MachineError(
@@ -511,7 +467,7 @@ class Miner:
             with _writing(self.folder), new_file(path) as temporary:
                 write_faiss(index, temporary)
 
-        with self.seconds.part("build index"):
+        with timed(self.seconds, "build index"):
             self.encode.ranks.from_first(build)
             index = faiss.read_index(str(path))
             set_search_settings(index, self.keys.mine_index)  # the file doesn't hold all of them
@@ -535,7 +491,7 @@ class Miner:
         # Positives stand flat: P pairs of a position in the block and a document.
         position_P, positive_P = np.repeat(np.arange(num_queries), positives.lengths), positives.values
         has_positive = positives.lengths > 0
-        with self.seconds.part("search"):
+        with timed(self.seconds, "search"):
             # So many more hits than wanted that the window is full once the known documents have been dropped.
             wanted = keys.mine_range_max + int(excluded.lengths.max(initial=0))
             scores, rows = search_index(index, queries_BE, k=wanted)
@@ -550,17 +506,16 @@ class Miner:
             positive_scores_P = np.einsum("pe,pe->p", queries_BE[position_P], documents_DE[positive_P])
         judged = scores  # the scores that the rules look at
         if self.teacher is not None:
-            with self.seconds.part("teacher"):
+            with timed(self.seconds, "teacher"):
                 positions, columns = np.nonzero(rows >= 0)
                 answers = self.teacher.scores(
-                    task,
                     np.concatenate([block_B[positions], block_B[position_P]]),
                     np.concatenate([rows[positions, columns], positive_P]),
                 )
                 judged = np.full(rows.shape, -np.inf, dtype=np.float32)
                 judged[positions, columns] = answers[: len(positions)]
                 positive_scores_P = answers[len(positions) :]
-        with self.seconds.part("choose"):
+        with timed(self.seconds, "choose"):
             # The best positive of each query; of several equal ones the last.
             best, best_rows = np.full(num_queries, -np.inf, np.float32), np.full(num_queries, -1, np.int64)
             np.maximum.at(best, position_P, positive_scores_P)

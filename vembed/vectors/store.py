@@ -90,13 +90,6 @@ Encode: TypeAlias = "Callable[[Iterable[Sequence[Any]]], Generator[Encoded]]"
 are kept. It is started only if something is missing, so it may load its model inside."""
 
 
-class Totals(NamedTuple):
-    """Sums over the blocks of a set."""
-
-    num_truncated: int  # items longer than the model takes, which were cut
-    seconds: float  # wall time of encoding
-
-
 class Progress(NamedTuple):
     """State of a set that is being made."""
 
@@ -224,10 +217,10 @@ class VectorStore:
         """Return the folder of a set."""
         return self.folder / (f"{self._stem}-{_hash(items.ids)[:16]}" if self.shared else self.name)
 
-    def totals(self, items: Items) -> Totals:
-        """Return what encoding a set took, in all runs together."""
+    def totals(self, items: Items) -> tuple[int, float]:
+        """Return how many items of a set were cut, and the seconds of encoding it, in all runs together."""
         blocks = [json.loads(line) for line in _read_lines(self.path(items))[1:]]
-        return Totals(sum(block["num_truncated"] for block in blocks), sum(block["seconds"] for block in blocks))
+        return sum(block["num_truncated"] for block in blocks), sum(block["seconds"] for block in blocks)
 
     @property
     def num_bytes(self) -> int:

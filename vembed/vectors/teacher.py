@@ -4,8 +4,8 @@
 2. `Teacher.answers` encodes every distinct item on all ranks and keeps the vectors on disk by content (`VectorStore`);
    of a cross-encoder it keeps the scores of each row's query with its own documents. What a run before has asked, whole
    or not, is read. The model is gone by the first step.
-3. `Answers.fill` gives a batch what was said of it: it depends on the batch alone, so any number of ranks and of data
-   workers, and a resumed run, see the same.
+3. `Answers` give a batch what the teacher says of its items. They depend on the batch alone, so any number of ranks and
+   of data workers, and a resumed run, see the same.
 
 A picture that is changed at random is known to the teacher as it is in the data.
 """
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import inf
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import TYPE_CHECKING, Protocol, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -57,6 +57,10 @@ PAIRS_AT_ONCE = 4096
 SAMPLE_ITEMS = 64
 """Items of each kind that are tokenized for the plan, to know how long they are."""
 
+Answers: TypeAlias = "Callable[[ContrastiveBatch, NDArray[np.int64]], ContrastiveBatch]"
+"""Return a batch with the teacher's answers about its items. The second argument is the number of each row's own
+documents, which stand one row's behind the other's."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -67,17 +71,6 @@ class TeacherUse:
     vectors: bool  # of all items
     scores: bool  # of each row's query with its own documents
     score_bounds: tuple[float, float] = (-inf, inf)  # the least and the most that the loss takes as a score
-
-
-class Answers(Protocol):
-    """Answers of a teacher about all training data."""
-
-    def fill(self, batch: ContrastiveBatch, documents_Q: NDArray[np.int64]) -> ContrastiveBatch:
-        """Return a batch with the answers about its items.
-
-        Args:
-            documents_Q: Documents of each row's own; they stand one row's behind the other's.
-        """
 
 
 class Teacher(Protocol):
@@ -180,7 +173,7 @@ class EmbeddingTeacher:
 
         vectors = ItemVectors.get(self._stored(ranks, autocast_dtype), encoder, ranks)
         self._load.cache_clear()  # its memory is the step's from here on
-        return VectorAnswers(vectors, self._use)
+        return partial(_give_vectors, vectors, self._use)
 
     def identity(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> Key:
         """Return the key of its vectors, without the side that an item is on."""
@@ -217,24 +210,19 @@ class EmbeddingTeacher:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class VectorAnswers:
-    """Vectors of all items."""
-
-    stored: ItemVectors
-    use: TeacherUse
-
-    def fill(self, batch: ContrastiveBatch, documents_Q: NDArray[np.int64]) -> ContrastiveBatch:
-        """Give a batch unit vectors, and cosines as scores of each row's own documents."""
-        q_QT = _unit(self.stored.take(batch.queries, batch.query_ids_Q, "query"))
-        d_DT = _unit(self.stored.take(batch.documents, batch.document_ids_D, "document"))
-        if self.use.vectors:
-            batch = replace(batch, teacher_Q=q_QT, teacher_D=d_DT)
-        if self.use.scores:
-            pairs_P2 = _own_pairs(documents_Q)
-            scores_P = np.einsum("pt,pt->p", q_QT[pairs_P2[:, 0]], d_DT[pairs_P2[:, 1]], dtype=np.float64)
-            batch = replace(batch, listed_P2=pairs_P2, listed_scores_P=scores_P)
-        return batch
+def _give_vectors(
+    vectors: ItemVectors, use: TeacherUse, batch: ContrastiveBatch, documents_Q: NDArray[np.int64]
+) -> ContrastiveBatch:
+    """Give a batch unit vectors, and cosines as scores of each row's own documents."""
+    q_QT = _unit(vectors.take(batch.queries, batch.query_ids_Q, "query"))
+    d_DT = _unit(vectors.take(batch.documents, batch.document_ids_D, "document"))
+    if use.vectors:
+        batch = replace(batch, teacher_Q=q_QT, teacher_D=d_DT)
+    if use.scores:
+        pairs_P2 = _own_pairs(documents_Q)
+        scores_P = np.einsum("pt,pt->p", q_QT[pairs_P2[:, 0]], d_DT[pairs_P2[:, 1]], dtype=np.float64)
+        batch = replace(batch, listed_P2=pairs_P2, listed_scores_P=scores_P)
+    return batch
 
 
 class PairTeacher:
@@ -279,7 +267,7 @@ class PairTeacher:
         words = "the teacher's scores", "set teacher_cache to a folder on another disk"
         scores_N1 = VectorStore(self._folder, "pairs", key, *words, shared=True).get(self._pairs, score, ranks)
         self._load.cache_clear()
-        return PairAnswers(self._pairs.ids, scores_N1[:, 0])
+        return partial(_give_scores, self._pairs.ids, scores_N1[:, 0])
 
     def identity(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> Key:
         """Return the key of its scores."""
@@ -289,21 +277,20 @@ class PairTeacher:
         return self._key
 
 
-@dataclass(frozen=True, slots=True)
-class PairAnswers:
-    """Scores of each row's query with its own documents."""
+def _give_scores(
+    ids_N: NDArray[np.int64], scores_N: NDArray[np.float32], batch: ContrastiveBatch, documents_Q: NDArray[np.int64]
+) -> ContrastiveBatch:
+    """Give a batch the scores of each row's own documents.
 
-    ids_N: NDArray[np.int64]  # of all pairs, ascending
-    scores_N: NDArray[np.float32]
-
-    def fill(self, batch: ContrastiveBatch, documents_Q: NDArray[np.int64]) -> ContrastiveBatch:
-        """Give a batch the scores of each row's own documents."""
-        pairs_P2 = _own_pairs(documents_Q)
-        # Pairs that two rows share were scored once, so a pair is looked up by its contents.
-        ids_P = _pair_ids(batch.query_ids_Q[pairs_P2[:, 0]], batch.document_ids_D[pairs_P2[:, 1]])
-        rows_P = np.searchsorted(self.ids_N, ids_P)
-        assert (self.ids_N[rows_P] == ids_P).all(), "all pairs of the training records were scored"
-        return replace(batch, listed_P2=pairs_P2, listed_scores_P=self.scores_N[rows_P].astype(np.float64))
+    Args:
+        ids_N: Identities of all pairs, ascending, which the scores belong to.
+    """
+    pairs_P2 = _own_pairs(documents_Q)
+    # Pairs that two rows share were scored once, so a pair is looked up by its contents.
+    ids_P = _pair_ids(batch.query_ids_Q[pairs_P2[:, 0]], batch.document_ids_D[pairs_P2[:, 1]])
+    rows_P = np.searchsorted(ids_N, ids_P)
+    assert (ids_N[rows_P] == ids_P).all(), "all pairs of the training records were scored"
+    return replace(batch, listed_P2=pairs_P2, listed_scores_P=scores_N[rows_P].astype(np.float64))
 
 
 def _own_pairs(documents_Q: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ import gc
 import hashlib
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,6 @@ from vembed.evaluation.benchmark.stored import (
     VARIANTS_FOLDER,
     VECTORS_FOLDER,
     Cost,
-    Stored,
     read_stored,
     task_key,
     write_stored,
@@ -54,7 +53,7 @@ from vembed.redact import redact
 from vembed.vectors.encode import ItemEncoder, encoding_budget, rows_of, values_of
 from vembed.vectors.index import check_finite
 from vembed.vectors.provenance import digest, item_id, model_key, vectors_key
-from vembed.vectors.store import Totals, VectorStore
+from vembed.vectors.store import VectorStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -86,89 +85,60 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class ItemList:
-    """Items in the order of a set, each known by its exact bytes."""
+class SideVectors:
+    """The vectors of one side of a set, and its items in order, each known by its exact bytes."""
 
+    title: str  # model and set, for messages
+    encode: ItemEncoder
     items: Sequence[Item]
+    side: Side
+    made_of: Key  # model, preprocessing and precision
+    folder: Path | None  # where they are kept; None keeps them in memory only
+    # Of a reversed set: the side of the set itself that has these vectors already; they take no time of their own.
+    source: SideVectors | None = None
+    source_rows: NDArray[np.int64] | None = None  # which of the source's, in order; None is all
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:
         """The content of each item."""
         return np.fromiter(map(item_id, self.items), dtype=np.int64, count=len(self.items))
 
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 (hex) over all contents in order."""
-        return hashlib.sha256(self.ids.astype("<i8").tobytes()).hexdigest()
-
     def take(self, rows: NDArray[np.int64]) -> list[Item]:
         """Return the items of some rows."""
         return [self.items[row] for row in rows.tolist()]
 
-
-@dataclass(frozen=True, eq=False)
-class SideVectors:
-    """The vectors of one side of a set."""
-
-    title: str  # model and set, for messages
-    encode: ItemEncoder
-    items: ItemList
-    side: Side
-    made_of: Key  # model, preprocessing and precision
-    folder: Path | None  # where they are kept; None keeps them in memory only
-
     @cached_property
     def key(self) -> Key:
         """Key of the vectors, the items among it."""
-        return {**self.made_of, "texts": self.items.digest}
+        return {**self.made_of, "texts": hashlib.sha256(self.ids.astype("<i8").tobytes()).hexdigest()}
 
     @cached_property
-    def vectors(self) -> tuple[Vectors, Totals]:
-        """The vectors, and how many items were cut and what encoding took; encoded or read when first asked for.
+    def vectors(self) -> tuple[Vectors, int, float]:
+        """The vectors, how many items were cut, and the seconds of encoding; encoded or read when first asked for.
 
         Raises:
             MachineError: They can't be written.
             NonFiniteError: A vector holds NaN or infinity; its block isn't kept.
         """
         encode, side = self.encode, self.side
+        if self.source is not None:
+            vectors, num_truncated, _ = self.source.vectors
+            if self.source_rows is None:
+                return vectors, num_truncated, 0.0
+            if num_truncated:  # tokenized again to count those of these rows
+                num_truncated = count_truncated(encode.encoder, self.items, side)
+            return rows_of(vectors, self.source_rows), num_truncated, 0.0
         if self.folder is not None and not encode.encoder.multi_vector:
             names = {"document": "documents", "query": "queries"}
             what = f"{self.title}: vectors of the {names[side]}"
             # Several vectors for each item aren't kept: they take dozens of times the space.
             store = VectorStore(self.folder, names[side], self.made_of, what, "add --no-keep-vectors")
-            vectors_NE = store.get(self.items, lambda lists: encode.stream(lists, side), encode.ranks)
-            return np.asarray(vectors_NE), store.totals(self.items)
+            vectors_NE = store.get(self, lambda lists: encode.stream(lists, side), encode.ranks)
+            return np.asarray(vectors_NE), *store.totals(self)
         before, started = encode.num_truncated[side], time.perf_counter()
-        vectors = encode(self.items.items, side)
+        vectors = encode(self.items, side)
         check_finite(values_of(vectors), side)
-        return vectors, Totals(encode.num_truncated[side] - before, time.perf_counter() - started)
-
-    def count_truncated(self) -> int:
-        """Return how many of the items are cut; they are tokenized and not encoded."""
-        return count_truncated(self.encode.encoder, self.items.items, self.side)
-
-
-@dataclass(frozen=True)
-class SharedVectors:
-    """The vectors of one side of a reversed set, taken from the other side of the set itself."""
-
-    own: SideVectors
-    source: SideVectors | SharedVectors
-    rows: NDArray[np.int64] | None = None  # which of the source's, in order; None is all
-
-    @property
-    def key(self) -> Key:
-        """Key of the vectors, the items among it."""
-        return self.own.key
-
-    @property
-    def vectors(self) -> tuple[Vectors, Totals]:
-        """The vectors as those of `SideVectors`; they take no time of their own."""
-        vectors, totals = self.source.vectors
-        if self.rows is None:
-            return vectors, Totals(totals.num_truncated, seconds=0.0)
-        num_truncated = self.own.count_truncated() if totals.num_truncated else 0
-        return rows_of(vectors, self.rows), Totals(num_truncated, seconds=0.0)
+        return vectors, encode.num_truncated[side] - before, time.perf_counter() - started
 
 
 # The work -------------------------------------------------------------------------------------------------------------
@@ -307,11 +277,11 @@ def _bm25_entry(each: _Set, output: Path, options: BenchmarkOptions, language: B
     stored, reason = read_stored(output / folder, key, system=BM25)
     if stored is not None:
         _logger.info("%s: done and unchanged, skipped", title)
-        return Entry(BM25, each.label, stored.result, folder, resumed=True)
+        return Entry(BM25, each.label, stored[0], folder, resumed=True)
     if reason:
         _logger.info("%s: done again (%s)", title, reason)
     result = evaluate_bm25(each.task, options.ks, depth=options.depth, language=language, poll=options.poll)
-    write_stored(output / folder, Stored(result, cost=None), key)
+    write_stored(output / folder, result, None, key)
     return Entry(BM25, each.label, result, folder)
 
 
@@ -343,11 +313,12 @@ class _ModelRun:
             if stored is None:
                 if reason:
                     _logger.info("%s, %s: done again (%s)", work.title, variant.name, reason)
-                stored = work.stored(variant)
-                write_stored(output / place, stored, key)
+                stored = work.search(variant)
+                write_stored(output / place, *stored, key)
                 num_done += 1
-            assert stored.cost is not None
-            results.append(VariantResult(variant, stored.result, stored.cost, place))
+            result, cost = stored
+            assert cost is not None
+            results.append(VariantResult(variant, result, cost, place))
         if not num_done:
             _logger.info("%s: done and unchanged, skipped", work.title)
         reverse_of = "" if each.forward is None else each.forward.label
@@ -364,16 +335,16 @@ class _SetRun:
         query_ids = self._builder().query_ids
         documents = list(each.task.documents.values())
         queries = [each.task.queries[query_id] for query_id in query_ids]
-        self._documents: SideVectors | SharedVectors = self._side(documents, "document", folder)
-        self._queries: SideVectors | SharedVectors = self._side(queries, "query", folder)
+        self._documents = self._side(documents, "document", folder)
+        self._queries = self._side(queries, "query", folder)
         if forward is not None:
             # A prompt on one side alone makes the same item two texts: then that side is encoded by itself.
             encoder = run.encode.encoder
             if sides_agree(encoder, documents):
-                self._documents = SharedVectors(self._documents, forward._queries)
+                self._documents = replace(self._documents, source=forward._queries)
             if sides_agree(encoder, queries):
                 rows = asking_rows(forward._task, each.task)
-                self._queries = SharedVectors(self._queries, forward._documents, rows)
+                self._queries = replace(self._queries, source=forward._documents, source_rows=rows)
         self._task_key = task_key(each.task, with_texts=False)
 
     def _builder(self) -> RunBuilder:
@@ -383,7 +354,7 @@ class _SetRun:
         run = self._run
         key = vectors_key(run.encode.encoder, run.key, side, autocast_dtype=run.options.autocast_dtype)
         kept = folder / VECTORS_FOLDER if run.options.keep_vectors else None
-        return SideVectors(self.title, run.encode, ItemList(items), side, key, kept)
+        return SideVectors(self.title, run.encode, items, side, key, kept)
 
     def key(self, variant: Variant) -> Key:
         """Return what the result of a variant is made of."""
@@ -406,24 +377,24 @@ class _SetRun:
         }
         return {**self._task_key, **self._run.key, **vectors, "search": digest(search)}
 
-    def stored(self, variant: Variant) -> Stored:
+    def search(self, variant: Variant) -> tuple[EvaluationResult, Cost]:
         """Search a variant, score what it finds, and time it."""
-        documents, document_facts = self._documents.vectors
-        queries, query_facts = self._queries.vectors
+        documents, cut_documents, document_seconds = self._documents.vectors
+        queries, cut_queries, query_seconds = self._queries.vectors
         builder, poll = self._builder(), self._run.options.poll
         # The seconds of a result are those of searching and of encoding in all runs that made the vectors.
         started = time.perf_counter()
         document_ids = list(self._task.documents)
         searcher = build_searcher(documents, variant, tie_ranks(document_ids))
         scores_Qk, rows_Qk = searcher.search(queries, k=builder.hits_wanted, poll=poll)
-        seconds = time.perf_counter() - started + document_facts.seconds + query_facts.seconds
+        seconds = time.perf_counter() - started + document_seconds + query_seconds
         add_hits(builder, document_ids, scores_Qk, rows_Qk)
-        sides: tuple[tuple[Side, Totals], ...] = (("query", query_facts), ("document", document_facts))
+        sides: tuple[tuple[Side, int], ...] = (("query", cut_queries), ("document", cut_documents))
         notes = [
-            f"{facts.num_truncated} texts on the {side} side are longer than the model's "
+            f"{num_truncated} texts on the {side} side are longer than the model's "
             f"{self._run.encode.encoder.longest_text(side)} tokens and were cut."
-            for side, facts in sides
-            if facts.num_truncated
+            for side, num_truncated in sides
+            if num_truncated
         ]
         notes += _variant_notes(variant, documents)
         result = builder.result(self._run.system, seconds=seconds, notes=notes)
@@ -439,7 +410,7 @@ class _SetRun:
             num_timed=timing.num_timed,
             rescoring_bytes=searcher.rescoring_bytes,
         )
-        return Stored(result, cost)
+        return result, cost
 
 
 def _variant_notes(variant: Variant, documents_DE: Vectors) -> list[str]:

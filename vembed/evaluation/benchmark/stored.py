@@ -40,14 +40,6 @@ class Cost:
     rescoring_bytes: float = 0.0  # of each document that rescoring reads, which may lie on disk
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One result and its cost; word matching has none."""
-
-    result: EvaluationResult
-    cost: Cost | None
-
-
 def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
     """Return what a task is beside its texts: ids, judgements, notes.
 
@@ -71,27 +63,30 @@ def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
     return key
 
 
-def write_stored(folder: Path, stored: Stored, key: Key) -> None:
+def write_stored(folder: Path, result: EvaluationResult, cost: Cost | None, key: Key) -> None:
     """Write a result, its cost and what it was made of; vectors and variants in the folder stay.
+
+    Args:
+        cost: None of word matching, which has none.
 
     Raises:
         MachineError: When the folder can't be written.
     """
     # The record goes into the folder with the result, in one rename: neither is ever there without the other.
-    record = {"format": FORMAT, "key": key, "cost": asdict(stored.cost) if stored.cost else None}
+    record = {"format": FORMAT, "key": key, "cost": asdict(cost) if cost else None}
     write_evaluation(
         folder,
-        stored.result,
+        result,
         extra={RECORD_FILE: json.dumps(record, indent=1) + "\n"},
         kept=(VECTORS_FOLDER, VARIANTS_FOLDER),
     )
 
 
-def read_stored(folder: Path, key: Key, *, system: str) -> tuple[Stored | None, str]:
+def read_stored(folder: Path, key: Key, *, system: str) -> tuple[tuple[EvaluationResult, Cost | None] | None, str]:
     """Read a result if it is whole and made of what the key says; finish the writing of it that a kill interrupted.
 
     Returns:
-        The result, or None; and why not, empty where there never was one.
+        The result and its cost, or None; and why not, empty where there never was one.
 
     Raises:
         MachineError: The disk refused to finish the writing.
@@ -112,6 +107,6 @@ def read_stored(folder: Path, key: Key, *, system: str) -> tuple[Stored | None, 
         if changed:
             return None, f"changed: {', '.join(changed)}"
         cost = Cost(**record["cost"]) if record["cost"] else None
-        return Stored(replace(read_evaluation(folder), system=system), cost), ""
+        return (replace(read_evaluation(folder), system=system), cost), ""
     except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError) as error:
         return None, f"it can't be read: {error}"

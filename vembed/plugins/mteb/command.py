@@ -18,8 +18,6 @@ from vembed.section import Name, option
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vembed.plugins.mteb.model import TaskScore
-
 WITHOUT_EFFECT = (
     *("metric", "bm25", "bm25_language", "dims", "quantize", "rescore", "index", "both_directions"),
     *("split", "label_kind", "image_root", "no_keep_vectors"),
@@ -60,13 +58,13 @@ class MtebOptions(AddedOptions):
         tasks = find_tasks(self.mteb or ())
         folder = home_path(options.output) / "mteb"
         # By model, not by task: a model is loaded once, and only one is in memory.
-        scores: dict[str, list[TaskScore]] = {}
+        scores: dict[str, list[tuple[str, str, float]]] = {}
         for name, label in zip(options.models, labels, strict=True):
             model = vembed.load(name, **options.load_options())
             scores[label] = []
-            for score in run_tasks(model, tasks, folder, batch_size=options.batch_size):
-                print(f"{label} on {score.task}: {score.measure} {score.value:.4f}", flush=True)
-                scores[label].append(score)
+            for task, measure, value in run_tasks(model, tasks, folder, batch_size=options.batch_size):
+                print(f"{label} on {task}: {measure} {value:.4f}", flush=True)
+                scores[label].append((task, measure, value))
             del model
             gc.collect()  # two large models don't fit at once
         print("\n" + "\n".join(scores_table(scores)))
@@ -74,16 +72,22 @@ class MtebOptions(AddedOptions):
         return ExitCode.OK
 
 
-def scores_table(scores: Mapping[str, Sequence[TaskScore]]) -> list[str]:
-    """Return the lines of a table: a task in a line, a model in a column, and the mean of all tasks."""
+def scores_table(scores: Mapping[str, Sequence[tuple[str, str, float]]]) -> list[str]:
+    """Return the lines of a table: a task in a line, a model in a column, and the mean of all tasks.
+
+    Args:
+        scores: Model -> task, measure and value of each of its results, the tasks in one order.
+    """
     from vembed.pages.page import Table
     from vembed.pages.terminal import table_lines
     from vembed.pages.text import metric_text
 
-    rows = list(zip(*scores.values(), strict=True))
-    measures = {row[0].measure for row in rows}
-    lines = [[row[0].task, row[0].measure, *(metric_text(score.value) for score in row)] for row in rows]
-    if len(rows) > 1:
-        means = [metric_text(fmean(score.value for score in column)) for column in scores.values()]
-        lines.append([f"mean of {len(rows)} tasks", measures.pop() if len(measures) == 1 else "", *means])
+    lines, measures = [], set()
+    for row in zip(*scores.values(), strict=True):
+        task, measure, _ = row[0]
+        measures.add(measure)
+        lines.append([task, measure, *(metric_text(value) for *_, value in row)])
+    if len(lines) > 1:
+        means = [metric_text(fmean(value for *_, value in column)) for column in scores.values()]
+        lines.append([f"mean of {len(lines)} tasks", measures.pop() if len(measures) == 1 else "", *means])
     return table_lines(Table(["task", "measure", *scores], lines, words=frozenset({0, 1})))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,14 +44,6 @@ MODALITIES: Mapping[Modality, tuple[str, ...]] = {
     "image": ("image",),
     "image+text": ("image", "text"),
 }
-
-
-class TaskScore(NamedTuple):
-    """MTEB's score of one model on one of its tasks."""
-
-    task: str
-    measure: str  # the task's main one, as we write it: "ndcg@10"
-    value: float  # its mean over the splits and subsets of the task
 
 
 class MtebModel:
@@ -175,11 +167,16 @@ def _task_named(mteb: Any, name: str) -> Any:
         ) from error
 
 
-def run_tasks(model: EmbeddingModel, tasks: Iterable[Any], output: Path, *, batch_size: int) -> Iterator[TaskScore]:
+def run_tasks(
+    model: EmbeddingModel, tasks: Iterable[Any], output: Path, *, batch_size: int
+) -> Iterator[tuple[str, str, float]]:
     """Evaluate a model on one task of MTEB after the other; those whose results are there and true are read.
 
     Args:
         output: Gets MTEB's files.
+
+    Yields:
+        The task, its main measure as we write it ("ndcg@10"), and the mean over the task's splits and subsets.
 
     Raises:
         ConfigError: The model takes nothing of what a task has.
@@ -218,4 +215,4 @@ def run_tasks(model: EmbeddingModel, tasks: Iterable[Any], output: Path, *, batc
                 f"{name}: the hub has no data set {path!r}, or it is private or gated: log in with `hf auth login`"
             ) from error
         (result,) = results.task_results
-        yield TaskScore(name, task.metadata.main_score.replace("_at_", "@"), float(result.get_score()))
+        yield name, task.metadata.main_score.replace("_at_", "@"), float(result.get_score())

@@ -464,7 +464,7 @@ def _write_vectors(
         _link(made / VECTORS.name, folder / VECTORS_FILE)
         if encode.encoder.multi_vector:
             _link(made / STORED_OFFSETS_FILE, folder / STARTS_FILE)
-        return len(np.load(made / VECTORS.name, mmap_mode="r")), store.totals(items).num_truncated
+        return len(np.load(made / VECTORS.name, mmap_mode="r")), store.totals(items)[0]
 
     num_vectors, num_truncated = ranks.from_first(link)
     assert encode.encoder.multi_vector or num_vectors == written.num_documents

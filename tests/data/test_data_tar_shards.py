@@ -213,7 +213,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "size by header": (pax({"size": "99999999999999999999"}), "truncated"),
     "negative size by header": (pax({"size": "-5"}), "truncated"),
     "pickle": (plain(("1.pkl", b"cos\nsystem\n")), "it is a pickle"),
-    "a key again": (plain(("2.txt", b"t"), ("00000.json", b"{}")), "two places of the shard"),
+    "a key again": (
+        plain(("2.txt", b"t"), ("00000.json", b"{}")),
+        "its key comes twice",
+    ),
     "no extension": (plain(("README", b"t")), "KEY.EXTENSION"),
     "of macOS": (plain(("._1.png", b"t")), "KEY.EXTENSION"),
     "truncated in a member": (cut(lambda end: end - 500), "truncated"),
@@ -247,7 +250,7 @@ def test_a_hostile_shard_is_refused_with_nothing_written(tmp_path: Path, name: s
     [
         (("9.png", b"no picture"), "a.tar:3: image: the picture's bytes: no picture of a known format"),
         (("9.txt", b"\xff"), "a.tar:3: 9.txt: invalid UTF-8 at byte 1"),
-        (("9.json", b'{"a": 1, "a": 2}'), "a.tar:3: 9.json: bad JSON: the key 'a' stands twice"),
+        (("9.json", b'{"a": 1, "a": 2}'), "a.tar:3: 9.json: bad JSON: the key 'a' is given twice"),
         (("9.json", b"[1]"), "a.tar:3: 9.json: expected a JSON object, got list"),
         (("9.json", b"[" * 100_000), "a.tar:3: 9.json: bad JSON: nested too deeply"),
     ],

@@ -121,7 +121,7 @@ def shard_rows(path: Path) -> Iterator[RawRow]:
             if number:
                 yield number, Unreadable(problem) if problem else row
             if key_of_member in known:
-                raise _refused(path, name, "members of its key stand in two places of the shard")
+                raise _refused(path, name, "its key comes twice; put all members of a key next to each other")
             known.add(key_of_member)
             number, key, row, problem = number + 1, key_of_member, {}, ""
         try:

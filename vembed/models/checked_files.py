@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from vembed.errors import ConfigError
 from vembed.files import open_regular
-from vembed.text import first_line, quoted
+from vembed.text import first_line, one_of, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -147,7 +147,7 @@ def _check_settings(path: Path, content: dict[str, Any], settings: Mapping[str, 
     for name, value in content.items():
         kinds = settings.get(name, ())
         if value is not None and kinds and not any(_is_of(value, kind) for kind in kinds):
-            raise broken(path, f"{name} must be {' or '.join(kinds)}, and is {quoted(str(value))}")
+            raise broken(path, f"{name} must be {one_of(kinds)}, and is {quoted(str(value))}")
         # A config.json has objects of its library's own, in which our names may mean something else.
         if isinstance(value, dict) and TEXTS not in kinds and settings is not CONFIG_KINDS:
             _check_settings(path, value, settings)

@@ -63,9 +63,9 @@ _DETAILS = f"""## Details
 
 ### What a file may hold
 
-A file (`.yaml`, `.yml` or `.json`) is UTF-8 with one mapping, at most {MAX_FILE_BYTES // 2**10} KiB, of which values take
-at most {MAX_TEXT_BYTES // 2**10} KiB. Unknown and duplicate keys, YAML anchors, aliases and tags, several documents, NUL
-characters, NaN and infinity are refused.
+A file (`.yaml`, `.yml` or `.json`) is UTF-8 with one mapping, at most {MAX_FILE_BYTES // 2**10} KiB. Its values take
+at most {MAX_TEXT_BYTES // 2**10} KiB. Unknown and duplicate keys, YAML anchors, aliases and tags, several documents,
+NUL characters, NaN and infinity are refused.
 
 Types are strict: `"3"` and `true` are not integers. Integers go up to {LARGEST_COUNT:,} unless the key says otherwise.
 Words follow YAML 1.2: `1e-5` is a number, `no` and `on` are texts, and booleans are `true` and `false`.
@@ -77,8 +77,8 @@ output folder. A file that still has a `***` is refused; write the secret itself
 
 ### Resuming
 
-`config.yaml` in the output folder holds every key and keeps `auto`. When a run resumes, only keys that are *harmless* may
-change. Any other change is *refused*, and the error shows both values.
+`config.yaml` in the output folder holds every key and keeps `auto`. When a run resumes, only keys that are *harmless*
+may change. Any other change is *refused*, and the error shows both values.
 """
 
 _OTHER_NAMES = f"""# Names of other trainers

@@ -101,7 +101,7 @@ def test_once_is_before_the_first_epoch_and_keys_without_effect_are_refused(site
     [
         ({"data_path": "classes.jsonl"}, "rows of one class answer each other's queries"),
         ({"mine_index": "IFV9"}, "FAISS can't build the index 'IFV9'"),
-        ({"mine_range_min": 88}, "mine_range_min 88 passes over all candidates: there are 84 documents"),
+        ({"mine_range_min": 88}, "mine_range_min 88 skips all candidates: there are 84 documents"),
         ({"mine_corpus": "corpus.jsonl"}, "takes texts, and the data hold pictures"),
     ],
 )

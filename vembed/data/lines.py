@@ -355,7 +355,7 @@ class _Unpacked(io.RawIOBase):
             # is refused as soon.
             if self._count > max(GZIP_FREE_BYTES, MAX_GZIP_RATIO * self._packed.tell()):
                 raise DataError(
-                    f"{self._path}: it unpacks to over {MAX_GZIP_RATIO} times its size, as no set of texts does; if "
+                    f"{self._path}: it unpacks to over {MAX_GZIP_RATIO} times its size, more than texts do; if "
                     "that is meant, unpack it with gunzip and name the file that comes out"
                 )
         if self._broken and not filled:

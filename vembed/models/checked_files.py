@@ -243,7 +243,7 @@ def make_module(make: Callable[[], Module], device: torch.device, folder: Path |
             return make()
     except (RuntimeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{folder}: no model has the shape that its settings say: {first_line(error)}. Copy or download it again"
+            f"{folder}: its settings describe an impossible model: {first_line(error)}. Copy or download it again"
         ) from error
 
 
@@ -323,4 +323,4 @@ def check_folder(folder: Path, *, weights: bool = True) -> None:
             with opened_weights(path) as file:
                 for name in () if quantized else file.keys():
                     if (dtype := file.get_slice(name).get_dtype()) in NO_WEIGHTS:
-                        raise broken(path, f"{name} is of {dtype}, which no weights are")
+                        raise broken(path, f"{name} has the type {dtype}, which weights never have")

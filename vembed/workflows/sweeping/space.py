@@ -124,7 +124,8 @@ def grid(tried: Sequence[Tried]) -> list[Choice]:
     for entry in tried:
         if isinstance(entry.values, Range):
             raise ConfigError(
-                f"--try {entry.key}: a grid has no values of a range; list them, or draw some with --random N"
+                f"--try {entry.key}: a grid needs a list of values, not a range; write one, or draw values with "
+                "--random N"
             )
     count = math.prod(len(entry.ends) for entry in tried)
     if count > MOST_TRIALS:
@@ -172,7 +173,7 @@ def _parse(word: str) -> Tried:
         if _SETS.match(target):
             raise ConfigError(f"{target} can't be tried: trials are compared on the same sets")
         if affects(target) != "result":
-            raise ConfigError(f"{target} decides nothing about the result")
+            raise ConfigError(f"{target} doesn't change the result; leave it out")
     if (ends := _RANGE.fullmatch(text)) is not None:
         low, high = ends.groups()
         try:

@@ -29,6 +29,8 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from vembed.text import one_of
+
 if TYPE_CHECKING:
     from vembed.registry import Registry
 
@@ -266,7 +268,7 @@ def _idle_rule(
     values_of: Callable[[Any, str], Sequence[object]],
     hint: Callable[[Any, str, str], str],
 ) -> Rule:
-    choices = " or ".join(map(written, allowed))
+    choices = one_of(map(written, allowed)) if allowed else ""  # empty: any value that isn't null
 
     def broken(config: Any) -> str | None:
         value, present = getattr(config, name), getattr(config, other)

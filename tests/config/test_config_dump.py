@@ -176,7 +176,7 @@ def test_no_secret_is_dumped_compared_or_hashed(tmp_path: Path) -> None:
     one, two = make(data_path="https://u:canary@host/x"), make(data_path="https://u:canary2@host/x")
     assert "canary" not in dump_config(one)
     assert config_hash(one) == config_hash(two)
-    with pytest.raises(ConfigError, match="stands where a secret was left out; write the secret itself"):
+    with pytest.raises(ConfigError, match="replaces a secret; write the secret itself"):
         loaded(dump_config(one), tmp_path)  # nothing is trained with the mask
     assert resume_differences(one.model_dump(), two) == []
     differences = resume_differences({**one.model_dump(), "gone": "https://u:canary@h"}, make())

@@ -60,7 +60,7 @@ def test_a_list_of_dev_sets_is_told_where_further_sets_belong() -> None:
 @pytest.mark.parametrize("kind", ["pair", "grade"])
 def test_scores_need_a_loss_that_takes_listed_pairs(kind: str) -> None:
     message = refusal(f"label_kind={kind}")
-    assert "set loss_type to cosent or angle or cosine_mse or margin_mse or kl or toy, or leave" in message
+    assert "set loss_type to cosent, angle, cosine_mse, margin_mse, kl or toy, or leave" in message
     assert "column_mapping: {label: null}" in message
     for loss in ("toy", "cosent"):
         assert load(f"label_kind={kind}", f"loss_type={loss}").label_kind == kind

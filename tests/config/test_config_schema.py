@@ -78,7 +78,7 @@ batch_sampling: classes, label_kind: pair, loss_type: cosent | label_kind: class
 sharding_factor: 1, use_fsdp: true | use_fsdp: false | replicates the model
 sharding_factor: 2, use_fsdp: false | use_fsdp: true | shards the model while
 fsdp_mode: lean, use_fsdp: false | use_fsdp: default | fsdp_mode has no effect with use_fsdp false
-fsdp_mode: lean, sharding_factor: 1 | sharding_factor: 2 | set sharding_factor to auto or 2 or more
+fsdp_mode: lean, sharding_factor: 1 | sharding_factor: 2 | set sharding_factor to auto, or 2 or more
 cpu_offload: true, use_fsdp: false | use_fsdp: true | cpu_offload has no effect
 cpu_offload: true, sharding_factor: 1 | cpu_offload: false | sharding_factor 1
 use_lora: false, lora_r: 8 | use_lora: auto | lora_r has no effect

@@ -171,7 +171,7 @@ def test_a_folder_of_named_splits_is_never_read_across_them(
 def test_a_folder_without_the_split_lists_what_it_has(jsonl: Jsonl, tmp_path: Path) -> None:
     jsonl([GOOD], "train.jsonl")
     message = refusal(tmp_path, "validation")
-    assert "no file of split 'dev' or 'val' or 'validation'" in message
+    assert "no file of split 'dev', 'val' or 'validation'" in message
     assert "it has: train.jsonl" in message
     assert "val_data_split" in message
 

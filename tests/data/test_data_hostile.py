@@ -233,7 +233,7 @@ def test_rows_of_many_columns_are_refused_at_once(tmp_path: Path) -> None:
     assert "t.jsonl:1: 100,000 columns" in refused_by(tmp_path / "t.jsonl")
     twice = json.dumps(dict.fromkeys(names, 1))[:-1] + ', "c99999": 1}'
     (tmp_path / "t.jsonl").write_text(twice + "\n")
-    assert "t.jsonl:1: bad JSON: the key 'c99999' stands twice" in refused_by(tmp_path / "t.jsonl")
+    assert "t.jsonl:1: bad JSON: the key 'c99999' is given twice" in refused_by(tmp_path / "t.jsonl")
 
 
 def test_the_nearest_name_is_sought_only_for_the_row_that_is_listed(

@@ -123,7 +123,7 @@ def test_repeated_and_negative_judgements_are_counted(beir_files: Path) -> None:
     append(beir_files / "qrels/test.tsv", "q1\td1\t2\nq2\td1\t-1")
     task = judged_set(beir_files)
     assert task.qrels["q2"] == {"d2": 1, "d1": 0}
-    assert "1 judgement stands twice in the qrels." in task.notes
+    assert "1 judgement is given twice in the qrels." in task.notes
     assert "1 negative grade counts as 0." in task.notes
 
 
@@ -157,14 +157,14 @@ def test_a_query_judged_not_relevant_only_is_kept_for_evaluation_and_left_out_of
 @pytest.mark.parametrize(
     ("file", "row", "words"),
     [
-        ("corpus", {"_id": "d1", "text": "again"}, "corpus.jsonl:4: _id: 'd1' stands twice"),
+        ("corpus", {"_id": "d1", "text": "again"}, "corpus.jsonl:4: _id: 'd1' is given twice"),
         ("corpus", {"text": "x"}, "corpus.jsonl:4: _id: missing"),
         ("corpus", {"_id": True, "text": "x"}, "corpus.jsonl:4: _id: missing, or neither"),
         ("corpus", {"_id": "d4"}, "corpus.jsonl:4: text: missing"),
         ("corpus", {"_id": "d4", "title": 3, "text": "x"}, "corpus.jsonl:4: title: expected text, got int"),
         ("corpus", {"_id": "d4", "text": "a\0b"}, "corpus.jsonl:4: text: holds a NUL byte"),
         ("corpus", {"_id": "d4", "text": "", "image": "a.png"}, "corpus.jsonl:4: image: 'a.png': no such file"),
-        ("queries", {"_id": "q2", "text": "again"}, "queries.jsonl:4: _id: 'q2' stands twice"),
+        ("queries", {"_id": "q2", "text": "again"}, "queries.jsonl:4: _id: 'q2' is given twice"),
     ],
 )
 def test_bad_rows_are_refused_with_their_line(beir_files: Path, file: str, row: dict[str, object], words: str) -> None:

@@ -96,7 +96,7 @@ def test_captions_of_one_picture_are_never_negatives_of_each_other(tmp_path: Pat
         ({"filename": "../../secret.png"}, "dataset_flickr30k.json:2 (../../secret.png): filename: '"),
         ({"filename": "gone.jpg"}, "dataset_flickr30k.json:2 (gone.jpg): filename: 'flickr30k-images/gone.jpg': no"),
         ({"filename": 3}, "dataset_flickr30k.json:2: filename: expected text, got the number 3"),
-        ({"filename": "test0.jpg"}, "dataset_flickr30k.json:2 (test0.jpg): filename: the picture stands twice"),
+        ({"filename": "test0.jpg"}, "dataset_flickr30k.json:2 (test0.jpg): filename: the picture is given twice"),
         ({"sentences": []}, "dataset_flickr30k.json:2 (test9.jpg): sentences: expected a list of sentences"),
         ({"sentences": [{"raw": "ok"}, {"raw": " "}]}, "dataset_flickr30k.json:2 (test9.jpg): sentences: blank text"),
     ],
@@ -140,7 +140,7 @@ def test_training_may_drop_broken_pictures_but_never_one_outside(tmp_path: Path)
     [
         ("results_20130124.token", "nonsense", "results_20130124.token:56: expected NAME.jpg#NUMBER"),
         ("test.txt", "nobody", "test.txt:4: 'nobody.jpg' has no caption in results_20130124.token"),
-        ("test.txt", "test0.jpg", "test.txt:4 (test0.jpg): filename: the picture stands twice"),
+        ("test.txt", "test0.jpg", "test.txt:4 (test0.jpg): filename: the picture is given twice"),
     ],
 )
 def test_a_broken_line_of_the_original_captions_is_named(tmp_path: Path, file: str, line: str, words: str) -> None:
@@ -213,7 +213,7 @@ def test_every_test_picture_searches_all_others_of_its_list(tmp_path: Path) -> N
         ("99 20 8 ../secret.png", "Ebay_test.txt:8: path: '../secret.png' leads out of"),
         ("99 20 8 http://host.example/x.png", "Ebay_test.txt:8: path: a path that starts with http: is an address"),
         ("99 20 8 mug_final/none.JPG", "Ebay_test.txt:8: path: 'mug_final/none.JPG': no such file"),
-        ("7 20 8 mug_final/20_0.JPG", "Ebay_test.txt:8: image_id 7 stands twice"),
+        ("7 20 8 mug_final/20_0.JPG", "Ebay_test.txt:8: image_id 7 is given twice"),
     ],
 )
 def test_a_broken_line_of_sop_is_named(tmp_path: Path, line: str, words: str) -> None:
@@ -274,7 +274,7 @@ def test_the_targets_of_test1_are_nobodys(tmp_path: Path) -> None:
         ({"target_hard": None}, "cap.rc2.val.json pairid 1: target_hard: missing, or no text"),
         ({"target_hard": "val-0-0"}, "cap.rc2.val.json pairid 1: target_hard: is the reference itself"),
         ({"caption": " "}, "cap.rc2.val.json pairid 1: caption: blank text"),
-        ({"pairid": 0}, "cap.rc2.val.json pairid 0: pairid: stands twice"),
+        ({"pairid": 0}, "cap.rc2.val.json pairid 0: pairid: given twice"),
         ({"pairid": "x"}, "cap.rc2.val.json:1: pairid: missing, or not a whole number"),
     ],
 )

@@ -54,7 +54,7 @@ def load_mapped(path: Path, /, **mapping: Any) -> LoadedRecords:
         ({"query": "q", "positive": "p", "label": [1]}, "label", "not a list"),
         ({"query": "q", "positive": "p", "label": ""}, "label", "empty text; null means no label"),
         *[("{'query': 'q'}", None, "bad JSON"), ('{"query": "q", "positive": "p"', None, "bad JSON")],
-        ('{"query": "q", "query": "r", "positive": "p"}', None, "the key 'query' stands twice"),
+        ('{"query": "q", "query": "r", "positive": "p"}', None, "the key 'query' is given twice"),
         *[("[" * 100_000, None, "bad JSON"), ('["q", "p"]', None, "expected a JSON object, got list")],
         ("null", None, "expected a JSON object"),
     ],

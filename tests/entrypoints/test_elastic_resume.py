@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_its_work_spread_otherwise_when_that_is_allowed(
     config = write_config(tmp_path, keys(site, after) | {"resume": resume})
     refused = run(config)
     assert refused.code == 2
-    assert "was saved by a run whose work was spread otherwise" in refused.err
+    assert "was saved with other processes or another strategy" in refused.err
     assert "resume_elastic=true" in refused.err
     assert (tmp_path / "out/plan.json").read_bytes() == plan, "nothing of the run is replaced"
     resumed = run(config, "--config_override", "resume_elastic=true")

@@ -131,7 +131,7 @@ def test_titles_columns_and_empty_texts(call: Any, bag: Path, tmp_path: Path) ->
     ("line", "message"),
     [
         ('{"_id": "a", "text": ', "c.jsonl:2: bad JSON"),
-        ('{"_id": "d1", "text": "b"}', "c.jsonl:2: _id: 'd1' stands twice"),
+        ('{"_id": "d1", "text": "b"}', "c.jsonl:2: _id: 'd1' is given twice"),
         ('{"_id": "a", "text": null}', "c.jsonl:2: text: missing"),
         ('{"_id": "a", "text": 3}', "c.jsonl:2: text: expected text, got int"),
         ('{"_id": 1.5, "text": "b"}', "c.jsonl:2: _id: missing, or neither"),

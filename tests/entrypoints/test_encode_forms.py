@@ -164,7 +164,7 @@ def test_an_error_and_a_row_that_was_changed_cost_the_slices_from_there_on(
             vembed.build_index(bag, many, tmp_path / "index")
     broken = tmp_path / "broken.jsonl"
     broken.write_text(many.read_text() + '{"_id": "d0", "text": "the second of its id"}\n')
-    with pytest.raises(vembed.DataError, match="stands twice"):
+    with pytest.raises(vembed.DataError, match="is given twice"):
         vembed.build_index(bag, broken, tmp_path / "index")
     many = write_corpus(tmp_path / "many.jsonl", MANY | {"d65": "other words"})
     take = CorpusItems.take

@@ -93,7 +93,7 @@ def test_once_is_before_the_first_epoch_and_keys_without_effect_are_refused(site
     assert [path.name for path in sorted((outcome.folder / "mining").glob("*.npz"))] == ["epoch-00001.npz"]
     refused = run_keys(tmp_path / "idle", site.keys(mine_negatives=3))
     assert refused.code == 2
-    assert "mine_negatives has no effect with mine never; remove it or set mine to once or 1 or more" in refused.err
+    assert "mine_negatives has no effect with mine never; remove it or set mine to once, or 1 or more" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_once_is_before_the_first_epoch_and_keys_without_effect_are_refused(site
     [
         ({"data_path": "classes.jsonl"}, "rows of one class answer each other's queries"),
         ({"mine_index": "IFV9"}, "FAISS can't build the index 'IFV9'"),
-        ({"mine_range_min": 88}, "mine_range_min 88 passes over all candidates: there are 84 documents"),
+        ({"mine_range_min": 88}, "mine_range_min 88 skips all candidates: there are 84 documents"),
         ({"mine_corpus": "corpus.jsonl"}, "takes texts, and the data hold pictures"),
     ],
 )

@@ -91,7 +91,7 @@ def test_nothing_that_a_run_prints_or_writes_holds_a_secret(tmp_path: Path, capf
     said("--config_override", f"document_prompt=?token={CANARY} ", "max_steps=3", code=2)  # the difference is shown
     said("--config_override", f"document_prompt=?token={CANARY}2 ")  # a new token is the same run
     path.write_bytes((output / "config.yaml").read_bytes())
-    assert "query_prompt: *** stands where a secret was left out" in said(code=2)  # nothing continues with the mask
+    assert "query_prompt: *** replaces a secret" in said(code=2)  # nothing continues with the mask
     words = [str(output), "--checkpoint", "2", "--output", str(tmp_path / "exported")]
     assert export_main(words, program="vembed export") == 2
     assert "keeps no secrets, and model_name, query_prompt, document_prompt had one" in capfd.readouterr().err

@@ -128,7 +128,7 @@ def test_seeds_are_refused_where_they_cannot_run(
     assert "seed 1 is listed twice" in told(seeds=[1, 1])
     assert "seeds" in told(seeds=[1])
     assert "eval_strategy no leaves it out" in told(seeds=[1, 2], eval_strategy="no", eval_steps=None)
-    assert "continues by itself" in told(seeds=[1, 2], resume="never")
+    assert "each run continues from its own checkpoint" in told(seeds=[1, 2], resume="never")
     with pytest.raises(ConfigError, match="call this once per seed with seed=N"):
         vembed.train(site.keys(seeds=[1, 2], output_dir=str(tmp_path / "python")), quiet=True)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost"),

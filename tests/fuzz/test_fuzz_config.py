@@ -155,7 +155,7 @@ def assert_kept(found: LoadedConfig, folder: Path) -> None:
     path = folder / "config.yaml"
     path.write_bytes(text.encode())
     if any(map(lacks_secret, plain_values(found.config).values())):
-        with pytest.raises(ConfigError, match="stands where a secret was left out"):
+        with pytest.raises(ConfigError, match="replaces a secret"):
             load_config(path)
         return
     again = load_config(path)

@@ -144,7 +144,7 @@ def test_the_recipe_s_settings_are_valid_and_a_wrong_name_is_told_the_nearest(fo
     assert load_config(folder / "config.yaml").config.model_name == "builtin:letters"
     with pytest.raises(ConfigError, match="no built-in model 'builtin:leters'; did you mean builtin:letters"):
         load_encoder(ModelKeys(model_name="builtin:leters"))
-    with pytest.raises(ConfigError, match="builtin:letters has no use for max_seq_length; leave it out"):
+    with pytest.raises(ConfigError, match="max_seq_length has no effect with builtin:letters; remove it"):
         built("letters", max_seq_length=32)
 
 

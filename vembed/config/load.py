@@ -152,7 +152,7 @@ def _check(lower: Layer, upper: Layer, path: Path | None) -> LoadedConfig:
     config = _validate(settings, start, problems, is_whole=lower.is_readable)
     for key, setting in settings.items():
         if lacks_secret(setting.value):  # a config.yaml that a run wrote, with *** in place of a token
-            fix = f"{MASK} stands where a secret was left out; write the secret itself, or override {key}"
+            fix = f"{MASK} replaces a secret; write the secret itself, or override {key}"
             problems.append(Problem(setting.origin, fix, key))
     # A run writes every key into its config.yaml, escapes and all, and must be able to read that again.
     values, room = [setting.value for setting in settings.values()], MAX_VALUES - 2 * len(known) - 1

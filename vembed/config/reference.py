@@ -22,6 +22,7 @@ from vembed.config.schema import SECTIONS, fields, key_names, rules, section_key
 from vembed.models.keys import ModelKeys
 from vembed.registry import LOSSES
 from vembed.section import LARGEST_COUNT, facts_of
+from vembed.text import one_of
 from vembed.vectors.keys import IndexKeys
 
 _WRITTEN = "<!-- Written by `make docs`; change the sections of keys, not this file. -->"
@@ -30,8 +31,7 @@ _INTRODUCTION = f"""# Configuration
 
 {_WRITTEN}
 
-One YAML file (`.yaml`, `.yml`) or JSON file (`.json`) describes a run. It has flat keys, and each key has one default.
-Only `model_name` is required.
+One YAML or JSON file describes a run. Only `model_name` is required; every other key has a default.
 
 ```yaml
 model_name: sentence-transformers/all-MiniLM-L6-v2
@@ -39,13 +39,15 @@ data_path: builtin:stdlib-code
 learning_rate: 1e-4
 ```
 
-- `vembed train CONFIG --validate` checks the file, its paths and the columns of its data. It lists every problem at
-  once, with line and fix.
-- `vembed explain KEY` prints what this reference says about a key.
-- `vembed init DATA` writes a file with a comment on each key.
+| Command | Gives |
+|---|---|
+| `vembed init DATA` | a file for your data, with a comment on each key |
+| `vembed train CONFIG --validate` | every problem of the file, its paths and its columns, with line and fix |
+| `vembed train CONFIG --plan` | the value of each `auto`, and why |
+| `vembed explain KEY` | what this reference says about a key |
 
-Write overrides on the command line as `--config_override key=value [key=value ...]`. An override wins over the file,
-and the file over the default. The plan decides each `auto` and says why. [Details](#details) has the fine print.
+`--config_override learning_rate=2e-5 epochs=3` on the command line wins over the file. The tables below have every key;
+follow a key for its values, meaning and rules. [Details](#details) has the fine print.
 """
 
 _DETAILS = f"""## Details
@@ -53,31 +55,30 @@ _DETAILS = f"""## Details
 ### Overrides
 
 - The value is everything after the first `=`: `output_dir=a=b` sets `a=b`.
-- `null`, `true`, `false` and numbers work as in the file; `[a, b]`, `{{a: b}}` and quoted texts as in YAML. Anything
-  else is a text: `"query_prompt=query: "`.
-- `key=''` sets an empty text, and `key=null` sets null. `key=` is an error.
+- `null`, `true`, numbers, `[a, b]`, `{{a: b}}` and quoted texts work as in the file. Anything else is a text:
+  `"query_prompt=query: "`.
+- `key=''` sets an empty text. `key=` is an error.
 - `column_mapping.title=query` sets one entry of a mapping and keeps the others.
-- Naming a key twice, also by an alias, is an error.
+- To give a key twice, also by an alias, is an error.
 
 ### What a file may hold
 
-A file is UTF-8 with one mapping, at most {MAX_FILE_BYTES // 2**10} KiB, of which values take at most
-{MAX_TEXT_BYTES // 2**10} KiB. Unknown and duplicate keys, YAML anchors, aliases and tags, several documents, NUL
-characters, NaN and infinity are refused.
+A file (`.yaml`, `.yml` or `.json`) is UTF-8 with one mapping, at most {MAX_FILE_BYTES // 2**10} KiB. Its values take
+at most {MAX_TEXT_BYTES // 2**10} KiB. Unknown and duplicate keys, YAML anchors, aliases and tags, several documents,
+NUL characters, NaN and infinity are refused.
 
-Types are strict: `"3"` and `true` are not integers, but a number may be written as an integer. Integers go up to
-{LARGEST_COUNT:,} unless the key says otherwise. Words follow YAML 1.2: `1e-5` is a number, `no` and `on` are texts, and
-booleans are `true` and `false`.
+Types are strict: `"3"` and `true` are not integers. Integers go up to {LARGEST_COUNT:,} unless the key says otherwise.
+Words follow YAML 1.2: `1e-5` is a number, `no` and `on` are texts, and booleans are `true` and `false`.
 
 ### Secrets
 
 vembed replaces user names, passwords and tokens by `***` in messages, plans, reports and the `config.yaml` of the
-output folder. It refuses a file that still has such a `***`; write the secret again.
+output folder. A file that still has a `***` is refused; write the secret itself.
 
 ### Resuming
 
-`config.yaml` in the output folder holds every key and keeps `auto`. When a run resumes, keys that are *harmless* may
-change. A change of any other key is *refused*, and the error shows both values.
+`config.yaml` in the output folder holds every key and keeps `auto`. When a run resumes, only keys that are *harmless*
+may change. Any other change is *refused*, and the error shows both values.
 """
 
 _OTHER_NAMES = f"""# Names of other trainers
@@ -137,10 +138,10 @@ def _by_exception(meaning: str) -> str:
     """Return a meaning with the losses that a key doesn't act with, where those that it does act with are most."""
 
     def shorter(match: re.Match[str]) -> str:
-        others = [name for name in LOSSES.names() if name not in match[1].split(" or ")]
-        return match[0] if len(others) * 2 > len(LOSSES.names()) else f"Not with loss_type {' or '.join(others)}."
+        others = [name for name in LOSSES.names() if name not in re.split(", | or ", match[1])]
+        return match[0] if len(others) * 2 > len(LOSSES.names()) else f"Not with loss_type {one_of(others)}."
 
-    return re.sub(r"Only with loss_type (\w+(?: or \w+)+)\.", shorter, meaning)
+    return re.sub(r"Only with loss_type ([\w, ]+)\.", shorter, meaning)
 
 
 def _render_other_names() -> str:

@@ -24,6 +24,7 @@ from vembed.plan.keys import BatchKeys, DistributedKeys, OptimisationKeys
 from vembed.redact import redact_value
 from vembed.registry import LOSSES, import_plugins
 from vembed.section import Name, Rule, Section, facts_of, idle_rules, key, rules_of
+from vembed.text import one_of
 from vembed.vectors.keys import MiningKeys, TeacherKeys, teacher_gives_scores
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def _class_with_losses(losses: tuple[type[LossSection], ...]) -> type[Config]:
         if len(owners) == len(losses) and name in Config.model_fields:
             continue
         owned, facts = copy.copy(info), facts_of(info)
-        owned.description = f"{info.description} Only with loss_type {' or '.join(owners)}."
+        owned.description = f"{info.description} Only with loss_type {one_of(owners)}."
         owned.json_schema_extra = facts | {"acts_with": {**facts.get("acts_with", {}), "loss_type": owners}}
         made[name] = (info.annotation, owned)
     if columns := tuple(dict.fromkeys(column.name for loss in losses for column in loss.columns)):

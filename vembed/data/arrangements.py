@@ -120,7 +120,7 @@ class Contents(NamedTuple):
 
     @classmethod
     def of_pairs(cls, rows: NDArray[np.int64], contents: NDArray[np.int64], num_rows: int) -> Contents:
-        """Collect (row, content) pairs in any order; those that stand twice count once."""
+        """Collect (row, content) pairs in any order; those that come twice count once."""
         # Contents are hashes of 64 bits; numbered from 0, a pair is one int64, and one sort orders and thins all pairs.
         _, numbers = np.unique(contents, return_inverse=True)
         num_contents = int(numbers.max(initial=0)) + 1

@@ -393,8 +393,8 @@ class RowChecker:
             raise Fault(
                 column,
                 f"holds a text and {columns[1]!r} a picture: two positives, or one of both? Empty one of them, or drop "
-                f"a column with column_mapping: {{{columns[1]}: null}}; documents of both stand in a BEIR folder's "
-                "corpus",
+                f"a column with column_mapping: {{{columns[1]}: null}}; put documents that have both into the "
+                "corpus of a BEIR folder",
             )
         is_picture = column == shape.positive_image
         positives = [*(self._pictures(row[column], column, where) if is_picture else _passages(row[column], column))]
@@ -645,7 +645,7 @@ def checked_id(value: object, column: str, known: Container[str]) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
         raise Fault(column, "missing, or neither a text nor a whole number")
     name = str(value)
-    if reason := encoding_fault(name) or (f"{quoted(name)} stands twice" if name in known else None):
+    if reason := encoding_fault(name) or (f"{quoted(name)} is given twice" if name in known else None):
         raise Fault(column, reason)
     return name
 

@@ -25,7 +25,7 @@ from vembed.data.lines import Unreadable, text_rows
 from vembed.data.row_files import nearest_entry
 from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder
-from vembed.text import cut, plural
+from vembed.text import cut, one_of, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -331,6 +331,6 @@ def _first_of(names: Iterable[str], asked: str | None, usual: tuple[str, ...]) -
 def _no_column(option: str, wanted: tuple[str, ...], names: Iterable[str]) -> str:
     near = closest(wanted[0], names) if len(wanted) == 1 else ""
     return (
-        f"no column {' or '.join(repr(column) for column in wanted)}{near}; the row has {listing(names)}. Name it with "
+        f"no column {one_of(map(repr, wanted))}{near}; the row has {listing(names)}. Name it with "
         f"{option} (--{option.replace('_', '-')})"
     )

@@ -527,7 +527,7 @@ def parquet_rows(path: Path, wanted: Wanted) -> Iterator[RawRow]:
             metadata, size = file.metadata, os.fstat(handle.fileno()).st_size
             if metadata.num_rows > max(FREE_ROWS, MAX_ROWS_PER_BYTE * size):
                 raise DataError(
-                    f"{path}: {metadata.num_rows:,} rows in {size:,} bytes, as no set of texts or pictures has"
+                    f"{path}: {metadata.num_rows:,} rows in {size:,} bytes are too many for texts or pictures"
                 )
             for group in range(metadata.num_row_groups):
                 # Of the group as a whole: what Arrow says of single columns ends the process where the file is broken.

@@ -355,7 +355,7 @@ def read_beir(
         )
     counts = [
         (num_empty, "document has neither a title nor a text", "documents have neither a title nor a text"),
-        (num_repeated, "judgement stands twice in the qrels", "judgements stand twice in the qrels"),
+        (num_repeated, "judgement is given twice in the qrels", "judgements are given twice in the qrels"),
         (num_negative, "negative grade counts as 0", "negative grades count as 0"),
     ]
     data = RetrievalData(

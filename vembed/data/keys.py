@@ -14,6 +14,7 @@ from vembed.errors import DataError
 from vembed.files import as_one_path
 from vembed.registry import LOSSES
 from vembed.section import ANY, LARGEST_COUNT, Auto, Count, Name, Positive, Rule, Section, Share, Text, key
+from vembed.text import one_of
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
@@ -289,7 +290,7 @@ class DataKeys(SourceKeys):
                 config.label_kind in {"pair", "grade"}
                 and not takes_pairs(*loss_names(config))
                 and f"label_kind {config.label_kind} gives pairs a score, and loss_type {config.loss_type} doesn't "
-                f"take listed pairs; set loss_type to {' or '.join(filter(takes_pairs, LOSSES.names()))}, or leave the "
+                f"take listed pairs; set loss_type to {one_of(filter(takes_pairs, LOSSES.names()))}, or leave the "
                 "column out with label_kind: auto and column_mapping: {label: null}"
             ),
         ),
@@ -352,7 +353,7 @@ def missing_split(where: object, available: Sequence[str], split: str | None, ro
     """
     names = SPLIT_NAMES[role] if split is None else (split,)
     return DataError(
-        f"{where} has no split {' or '.join(map(repr, names))}{closest(names[0], available)}; it has: "
+        f"{where} has no split {one_of(map(repr, names))}{closest(names[0], available)}; it has: "
         f"{', '.join(available)}. Choose one with {key or SPLIT_KEYS[role]}"
     )
 

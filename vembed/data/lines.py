@@ -286,16 +286,16 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object as a dictionary.
 
     Raises:
-        ValueError: A key stands twice; Python's own decoder would keep the last value without a word.
+        ValueError: A key is given twice; Python's own decoder would keep the last value without a word.
     """
     row = dict(pairs)
     if len(row) != len(pairs):
-        raise ValueError(f"the key {quoted(repeated(key for key, _ in pairs))} stands twice in one object")
+        raise ValueError(f"the key {quoted(repeated(key for key, _ in pairs))} is given twice in one object")
     return row
 
 
 def repeated(names: Iterable[str]) -> str:
-    """Return the first name that stands twice, an empty string where none does."""
+    """Return the first name that comes twice, an empty string where none does."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -355,7 +355,7 @@ class _Unpacked(io.RawIOBase):
             # is refused as soon.
             if self._count > max(GZIP_FREE_BYTES, MAX_GZIP_RATIO * self._packed.tell()):
                 raise DataError(
-                    f"{self._path}: it unpacks to over {MAX_GZIP_RATIO} times its size, as no set of texts does; if "
+                    f"{self._path}: it unpacks to over {MAX_GZIP_RATIO} times its size, more than texts do; if "
                     "that is meant, unpack it with gunzip and name the file that comes out"
                 )
         if self._broken and not filled:

@@ -594,7 +594,7 @@ class _Loader:
                 raise DataError(f"{record.location}: {column.name}: missing; {needs.reason_for(column)}")
         file, _, line = record.location.rpartition(":")
         if not line.isascii() or not line.isdigit():
-            raise DataError(f"a record says that it stands in {record.location!r}; write its location as file:line")
+            raise DataError(f"a record has the location {record.location!r}; write it as file:line")
         self.checker.num_rows += 1
         self._writer.add(
             record.query,

@@ -17,7 +17,7 @@ from vembed.data.lines import json_object, os_errors_named
 from vembed.data.presets import preset_hint
 from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder, listed_paths
-from vembed.text import cut, first_line, plural
+from vembed.text import cut, first_line, one_of, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,8 +52,8 @@ def row_files(path: str, source: DataSource) -> tuple[list[Path], tuple[str, ...
             part_files, part_notes = ([], ()) if is_folder(local) and is_beir(local) else row_files(part, source)
             if not part_files:
                 raise DataError(
-                    f"{source.path_key}: {cut(part, 1000)} stands in a list, which takes files and folders of "
-                    "rows; name sets of other kinds one by one under data"
+                    f"{source.path_key}: a list takes files and folders of rows, and {cut(part, 1000)} is another "
+                    "kind of set; name such sets one by one under data"
                 )
             files += part_files
             notes += part_notes
@@ -172,7 +172,7 @@ def _folder_files(folder: Path, source: DataSource) -> tuple[list[Path], tuple[s
     if chosen is None:
         names = SPLIT_NAMES[source.role] if source.split is None else (source.split,)
         raise DataError(
-            f"{folder} has no file of split {' or '.join(repr(name) for name in names)}"
+            f"{folder} has no file of split {one_of(map(repr, names))}"
             f"{closest(names[0], splits.values())}; it has: {', '.join(path.name for path in files)}. Choose one "
             f"with {source.split_key}, or name the file in {source.path_key}"
         )

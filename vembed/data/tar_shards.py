@@ -121,7 +121,7 @@ def shard_rows(path: Path) -> Iterator[RawRow]:
             if number:
                 yield number, Unreadable(problem) if problem else row
             if key_of_member in known:
-                raise _refused(path, name, "members of its key stand in two places of the shard")
+                raise _refused(path, name, "its key comes twice; put all members of a key next to each other")
             known.add(key_of_member)
             number, key, row, problem = number + 1, key_of_member, {}, ""
         try:
@@ -227,7 +227,7 @@ def members(path: Path) -> Iterator[tuple[str, memoryview]]:
         if kind not in _REGULAR:
             raise _refused(path, name, f"it is {_KINDS.get(kind, 'no regular file')}, and shards hold regular files")
         if name.startswith("/") or ".." in name.split("/") or "\\" in name or not name.isprintable():
-            raise _refused(path, name, "its name leads out of the shard, or holds what no name should")
+            raise _refused(path, name, "its name leads out of the shard, or has forbidden characters")
         if name.rpartition(".")[2].lower() in PICKLES:
             raise _refused(path, name, "it is a pickle, which may run code when it is read; leave it out of the shard")
         yield name, shard[begin:end]
@@ -263,7 +263,7 @@ def _extended(path: Path, kind: bytes, data: memoryview) -> dict[str, str]:
     if any(name.startswith("GNU.sparse") for name in values) or "linkpath" in values:
         raise DataError(f"{path.name}: it holds a link or a sparse file, and shards hold regular files")
     if telling and kind == tarfile.XGLTYPE:
-        raise DataError(f"{path.name}: a header names all members alike")
+        raise DataError(f"{path.name}: a header gives all members one name")
     return telling
 
 

@@ -66,9 +66,9 @@ def _run(given: Mapping[str, Any]) -> int:
     if options.serve and (options.query is not None or options.image is not None or options.as_json):
         raise ConfigError("--serve takes its queries from the page; leave out the query, --image and --json")
     if options.serve and options.latency:
-        raise ConfigError("--latency times the queries of a command, and a page has none yet; leave out one of the two")
+        raise ConfigError("--latency times the queries of this command, and --serve has none; leave one of them out")
     if options.port is not None and not options.serve:
-        raise ConfigError("--port is of the page; add --serve")
+        raise ConfigError("--port sets the port of the search page; add --serve")
     from vembed.workflows.search.format import read_meta
     from vembed.workflows.search.output import table_format
 

@@ -197,7 +197,7 @@ def _json_text(value: object) -> str:
 def _encode_id(name: str) -> str:
     """Return the name as one column of a TREC file."""
     if not name:
-        raise ValueError("an empty id or system name can't stand in a TREC file; give it a name.")
+        raise ValueError("an empty id or system name can't be written to a TREC file; give it a name.")
     return _UNSAFE.sub(lambda match: "".join(f"%{byte:02X}" for byte in match.group().encode()), name)
 
 

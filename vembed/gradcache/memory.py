@@ -206,12 +206,12 @@ class MemoryGuard:
                     cure += " and retain: 0" if self.present.retain > 0 else ""
                 raise MachineError(
                     f"out of memory in chunks of {rows} rows and {tokens} tokens. With this fsdp_mode the step can't "
-                    f"be done again by itself, as the other processes wait in encoder calls of this one: {cure}"
+                    f"be repeated, because the other processes wait in encoder calls of this one: {cure}"
                 ) from error
             if not self._may_repair:
                 raise MachineError(
-                    "out of memory, and the step may not be done again in smaller chunks: set oom_retry and "
-                    "use_gradient_cache to what they are by default, or lower batch_size"
+                    "out of memory, and oom_retry or use_gradient_cache forbids smaller chunks: leave both at their "
+                    "defaults, or lower batch_size"
                 ) from error
             # Nothing is raised or asked here: the error still holds the tensors of the frames that failed.
             self._failed = True

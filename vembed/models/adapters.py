@@ -29,6 +29,7 @@ from vembed.errors import ConfigError
 from vembed.models.encoder import TrainedPart
 from vembed.models.hub import save_background, tensors_sha256
 from vembed.models.plannable import is_within
+from vembed.text import one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -328,8 +329,8 @@ def _refuse_target(encoder: Encoder, hosts: Sequence[_Host], linear: Sequence[st
         )
     if kinds:
         raise ConfigError(
-            f"lora_target_modules: {target} of {encoder.name} is {' or '.join(sorted(kinds))} or outside of "
-            f"lora_towers; adapters stand beside linear layers of those towers: {hint}"
+            f"lora_target_modules: {target} of {encoder.name} is {one_of(sorted(kinds))} or outside of "
+            f"lora_towers; an adapter needs a linear layer of those towers: {hint}"
         )
     raise ConfigError(f"lora_target_modules: {encoder.name} has no linear layer {target}; {hint}")
 

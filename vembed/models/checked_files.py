@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from vembed.errors import ConfigError
 from vembed.files import open_regular
-from vembed.text import first_line, quoted
+from vembed.text import first_line, one_of, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -147,7 +147,7 @@ def _check_settings(path: Path, content: dict[str, Any], settings: Mapping[str, 
     for name, value in content.items():
         kinds = settings.get(name, ())
         if value is not None and kinds and not any(_is_of(value, kind) for kind in kinds):
-            raise broken(path, f"{name} must be {' or '.join(kinds)}, and is {quoted(str(value))}")
+            raise broken(path, f"{name} must be {one_of(kinds)}, and is {quoted(str(value))}")
         # A config.json has objects of its library's own, in which our names may mean something else.
         if isinstance(value, dict) and TEXTS not in kinds and settings is not CONFIG_KINDS:
             _check_settings(path, value, settings)
@@ -243,7 +243,7 @@ def make_module(make: Callable[[], Module], device: torch.device, folder: Path |
             return make()
     except (RuntimeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{folder}: no model has the shape that its settings say: {first_line(error)}. Copy or download it again"
+            f"{folder}: its settings describe an impossible model: {first_line(error)}. Copy or download it again"
         ) from error
 
 
@@ -323,4 +323,4 @@ def check_folder(folder: Path, *, weights: bool = True) -> None:
             with opened_weights(path) as file:
                 for name in () if quantized else file.keys():
                     if (dtype := file.get_slice(name).get_dtype()) in NO_WEIGHTS:
-                        raise broken(path, f"{name} is of {dtype}, which no weights are")
+                        raise broken(path, f"{name} has the type {dtype}, which weights never have")

@@ -248,7 +248,7 @@ class ComposedTowers(TwoTowers):
             tower.keys = tower.keys.model_copy(update={key: default_of(key) for key in idle[-1]})
         unread = sorted(set.intersection(*idle))
         if unread:
-            raise ConfigError(f"{files.name} has no use for {in_words(unread[0])}; leave it out")
+            raise ConfigError(f"{in_words(unread[0])} has no effect with {files.name}; remove it")
 
         encoders = {part: _load_tower(part, tower, texts) for part, tower in towers.items()}
         encoders[TEXT].name, encoders[IMAGE].name = names

@@ -415,7 +415,7 @@ def _leave_pooler_out(backbone: PreTrainedModel) -> None:
 
 
 def prepare_backbone(backbone: PreTrainedModel) -> None:
-    """Switch off what an embedding has no use for."""
+    """Switch off what an embedding doesn't need."""
     pooler = getattr(backbone, "pooler", None)
     if isinstance(pooler, torch.nn.Module):
         pooler.requires_grad_(requires_grad=False)  # a head of pre-training: no part of the embedding

@@ -20,6 +20,7 @@ from vembed.models.keys import ModelKeys, model_names
 from vembed.models.names import BUILTIN_PREFIX, is_builtin
 from vembed.models.pictures import blank_png
 from vembed.registry import ENCODERS
+from vembed.text import one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -127,7 +128,7 @@ def load_from(files: ModelFiles, texts: Iterable[str]) -> Encoder:
     if files.load_in_4bit and "load_in_4bit" not in encoder_class.reads:
         unread.append("load_in_4bit")
     if unread:
-        raise ConfigError(f"{files.name} has no use for {in_words(unread[0])}; leave it out")
+        raise ConfigError(f"{in_words(unread[0])} has no effect with {files.name}; remove it")
     encoder = encoder_class.load(files, texts)
     if files.keys.freeze_batch_norm and not encoder.batch_norms():
         raise ConfigError(f"{files.name} has no batch normalisation for freeze_batch_norm; leave it out")
@@ -194,7 +195,7 @@ def class_of(files: ModelFiles) -> type[Encoder]:
     classes = encoder_classes() if encoder_class.modes else ()
     modes = (mode_and_types for candidate in classes for mode_and_types in candidate.modes.items())
     fitting = sorted({other_mode for other_mode, types in modes if model_type in types})
-    advice = f"write {' or '.join(fitting)}, or leave encoder_mode out" if fitting else "leave encoder_mode out"
+    advice = f"write {one_of(fitting)}, or leave encoder_mode out" if fitting else "leave encoder_mode out"
     raise ConfigError(f"encoder_mode {mode}: the files of {name} say {model_type or 'no model_type'}; {advice}")
 
 

@@ -231,8 +231,8 @@ def _decide_length(
         return length, origin
     if origin == "max_seq_length":
         raise ConfigError(
-            f"max_seq_length {length}: above {steady} tokens {keys.model_name} turns its positions by the longest text "
-            f"of a call, so that a text's vector would change with its neighbours; set max_seq_length: {steady} or less"
+            f"max_seq_length {length}: above {steady} tokens {keys.model_name} scales its positions by the longest "
+            f"text of a call, so a text's vector would depend on the other texts; set max_seq_length: {steady} or less"
         )
     return steady, "config.json: above it a text's vector would change with its neighbours"
 

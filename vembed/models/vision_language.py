@@ -102,8 +102,7 @@ def load_processor(
     processor = _stand_in(config) if files.shape else files.processor()
     if family.needs_chat_template and not getattr(processor, "chat_template", None):
         raise ConfigError(
-            f"{files.name} has no chat template, by which its items are put into words: its chat_template.jinja is "
-            f"missing"
+            f"{files.name} has no chat template: its chat_template.jinja is missing; copy the folder again"
         )
     most = saved.get("image_tokens", family.most_image_tokens)
     wanted = most if keys.image_tokens == "auto" else keys.image_tokens

@@ -77,7 +77,7 @@ IDLE_KEYS: dict[str, Any] = {
     "image_tokens": 40,
     "topk_tokens": 4,
 }
-"""Keys of the model that some families have no use for, with a value that isn't their default."""
+"""Keys of the model that some families don't read, with a value that isn't their default."""
 
 TEXTS = (
     "sea",

@@ -143,7 +143,7 @@ class FormatContract:
         assert documents == expected
         assert documents[1].text == "title 1 text, of 1"
         wrong = self.file(tmp_path, [*rows, rows[0]])
-        with pytest.raises(DataError, match=rf"{wrong.name}:{self.line(NUM_ROWS + 1)}: _id: 'd0' stands twice"):
+        with pytest.raises(DataError, match=rf"{wrong.name}:{self.line(NUM_ROWS + 1)}: _id: 'd0' is given twice"):
             list(read(str(wrong), "test").documents())
 
     def test_one_broken_row_is_named_and_the_others_come_out(self, tmp_path: Path) -> None:

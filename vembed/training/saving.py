@@ -276,14 +276,14 @@ def refuse_other_run(checkpoint: LoadedCheckpoint, identity: Mapping[str, JSON],
     spread = [difference for key, difference in differences.items() if key in ELASTIC_KEYS]
     if len(spread) < len(differences):
         raise ConfigError(
-            f"{checkpoint.path} belongs to another run:{_listed(differences.values())}\nResume with what it was "
-            f"made of, choose another output_dir, or start anew with resume=never overwrite_output_dir=true"
+            f"{checkpoint.path} belongs to another run:{_listed(differences.values())}\nResume with the "
+            f"same settings, choose another output_dir, or start anew with resume=never overwrite_output_dir=true"
         )
     if spread and not elastic:
         raise ConfigError(
-            f"{checkpoint.path} was saved by a run whose work was spread otherwise:{_listed(spread)}\nSet "
+            f"{checkpoint.path} was saved with other processes or another strategy:{_listed(spread)}\nSet "
             f"resume_elastic=true to continue: the global batches stay the same, the numbers agree to rounding and no "
-            f"longer bit for bit. Or resume as it was saved"
+            f"longer bit for bit. Or resume with the settings above that saved it"
         )
     for line in spread:
         _log.info("resume_elastic: %s", line)

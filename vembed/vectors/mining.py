@@ -170,7 +170,7 @@ def refuse_impossible(keys: MiningKeys, documents: DistinctItems, encoder: Encod
     """
     if keys.mine_range_min >= min(keys.mine_range_max, len(documents)):
         raise ConfigError(
-            f"mine_range_min {keys.mine_range_min} passes over all candidates: there are {len(documents)} documents, "
+            f"mine_range_min {keys.mine_range_min} skips all candidates: there are {len(documents)} documents, "
             f"and mine_range_max is {keys.mine_range_max}; lower it"
         )
     documents.require(encoder)

@@ -213,7 +213,7 @@ def _side(items: Any, texts_column: str, pictures_column: str) -> dict[str, Any]
     pictures = []
     for item in items:
         if isinstance(item, Composed) and (item.text or len(item.images) > 1):
-            raise DataError("a document of a picture with a text, or of several pictures, can't stand in a mined row")
+            raise DataError("a mined row can't hold a document of a picture with a text, or of several pictures")
         pictures += [_path(image) for image in pictures_in([item])]
     cells: dict[str, Any] = {}
     if texts:

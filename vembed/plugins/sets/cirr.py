@@ -151,7 +151,7 @@ def _pairs(source: PresetSource, path: Path, pictures: _Pictures, *, needs_membe
             continue
         where = f"{path.name} pairid {number}"
         if str(number) in pairs:
-            source.log.add(where, "stands twice", column="pairid")
+            source.log.add(where, "given twice", column="pairid")
             continue
         if (fault := _fault(row, pictures, needs_members=needs_members)) is not None:
             column, reason = fault

@@ -91,7 +91,7 @@ def _photos(source: PresetSource, split: str) -> list[_Photo]:
     for file, number, name, captions in listed:
         where = f"{file}:{number} ({name})"
         if name in photos:
-            source.log.add(where, "the picture stands twice", column="filename")
+            source.log.add(where, "the picture is given twice", column="filename")
             continue
         image = source.picture(f"{folder}/{name}" if folder else name, where=where, column="filename")
         if image is not None:

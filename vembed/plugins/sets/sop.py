@@ -110,7 +110,7 @@ def _pictures(source: PresetSource, split: str) -> tuple[list[_Picture], str]:
             continue
         reason = _fault(cells)
         if reason is None and cells[0] in pictures:
-            reason = f"image_id {cells[0]} stands twice"
+            reason = f"image_id {cells[0]} is given twice"
         if reason:
             source.log.add(where, reason)
             continue

@@ -202,7 +202,7 @@ def compare_runs(
         report = only.folder / "report" / "report.html"
         raise ConfigError(
             f"comparing takes at least two runs, and there is one: {redact(str(only.folder))}"
-            + (f"; what training did to it stands in {redact(str(report))}" if report.is_file() else "")
+            + (f"; {redact(str(report))} says what training did to it" if report.is_file() else "")
         )
     runs, more = _baseline_first(runs, is_named=baseline is not None)
     first, others = runs[0], runs[1:]

@@ -493,4 +493,4 @@ COPY_FINDINGS: tuple[Callable[[Source], Iterator[Finding]], ...] = (
     query_is_positive,
     several_partners,
 )
-"""Texts and pairs that stand twice."""
+"""Texts and pairs that come twice."""

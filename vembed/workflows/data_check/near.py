@@ -1,4 +1,4 @@
-"""Findings about texts that stand twice, or nearly: in the data, and in the data and its evaluation data.
+"""Findings about texts that come twice, or nearly: in the data, and in the data and its evaluation data.
 
 Texts are equal when they differ in nothing but case, spaces and punctuation: their normalised texts have one hash. They
 are nearly equal when they share `SIMILAR` of their runs of four characters: vembed/data/near.py finds such pairs.

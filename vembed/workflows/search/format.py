@@ -178,7 +178,7 @@ def parse_meta(content: dict[str, Any], path: Path) -> IndexMeta:
         ConfigError: It is broken, of a later version, or of something else.
     """
     if content.get("kind") != KIND:
-        raise ConfigError(f"{path} is of something else than an index; make one with vembed encode")
+        raise ConfigError(f"{path} belongs to something else than an index; make an index with vembed encode")
     # Version 3 adds `num_vectors` and files for it; an index of one vector for each document stays version 2, which
     # programs of before read.
     version = content.get("format_version")

@@ -359,7 +359,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def _question(fields: MultiDict[str, str], picture: Image | None = None) -> _Question:
-    """Check the fields of an address or a form; of one that stands twice the last counts, an empty one doesn't."""
+    """Check the fields of an address or a form; of one that comes twice the last counts, an empty one doesn't."""
     given = {name: values[-1] for name, values in fields.lists() if values[-1]}
     count, like, query = given.get("k", "10"), given.get("like"), given.get("q", "").strip()
     if not (_is_number(count) and 1 <= int(count) <= COUNTS[-1]):

@@ -123,7 +123,7 @@ class ThumbnailReader:
             ) from error
         num_documents = len(self._offsets) - 1 if num_documents is None else num_documents
         if self._offsets.shape != (num_documents + 1,) or self._offsets.dtype != _OFFSETS_DTYPE:
-            raise ConfigError(f"{offsets} is broken: it isn't of {num_documents:,} documents; encode the corpus again")
+            raise ConfigError(f"{offsets} is broken: it isn't for {num_documents:,} documents; encode the corpus again")
         self._file = copies.open("rb")
 
     def first(self) -> int:

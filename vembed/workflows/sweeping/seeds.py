@@ -145,7 +145,7 @@ def train_seeds(config: Config, runner: Runner, steps_of: Callable[[Trial], int]
     for line in lines:
         _log.info("%s", line)
     if failed:  # last: those that finished are judged and written, and the exit code says that one is missing
-        raise MachineError(f"{len(finished)} of {len(outcomes)} seeds finished, and the verdict is of those; {failed}")
+        raise MachineError(f"{len(finished)} of {len(outcomes)} seeds finished; the verdict covers them. {failed}")
     return report
 
 
@@ -306,6 +306,6 @@ def refuse_unfit(config: Config, *, launcher: str) -> None:
         )
     if config.resume != "auto":
         raise ConfigError(
-            f"resume {redact(config.resume)}: each of several seeds continues by itself; delete {config.output_dir} to "
-            f"start anew, or choose another output_dir"
+            f"resume {redact(config.resume)}: with seeds, each run continues from its own checkpoint; remove resume, "
+            f"delete {config.output_dir} to start anew, or choose another output_dir"
         )

@@ -114,7 +114,9 @@ def grid(space: Space) -> list[Choice]:
     listed: list[tuple[str, ...]] = []
     for key, values in space.items():
         if isinstance(values, Range):
-            raise ConfigError(f"--try {key}: a grid has no values of a range; list them, or draw some with --random N")
+            raise ConfigError(
+                f"--try {key}: a grid needs a list of values, not a range; write one, or draw values with --random N"
+            )
         listed.append(values)
     count = math.prod(map(len, listed))
     if count > MOST_TRIALS:
@@ -166,7 +168,7 @@ def _parse(word: str) -> tuple[str, tuple[str, ...] | Range]:
         if _SETS.match(target):
             raise ConfigError(f"{target} can't be tried: trials are compared on the same sets")
         if affects(target) != "result":
-            raise ConfigError(f"{target} decides nothing about the result")
+            raise ConfigError(f"{target} doesn't change the result; leave it out")
     if (ends := _RANGE.fullmatch(text)) is not None:
         low, high = ends.groups()
         try:

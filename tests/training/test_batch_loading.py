@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from kit.runs import metric_rows
+from kit.runs import write_rows as write_lines
 from kit.text_models import write_model
 from torch.utils.data import dataloader
 
@@ -36,7 +39,6 @@ from vembed.training.loading import BatchLoader
 from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:
-    from vembed.data.table import LoadedRecords
     from vembed.training.batches import PreparedBatch
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -56,13 +58,9 @@ def write_rows(folder: Path) -> Path:
     """Write captions with a picture each, and some with a second one as a hard negative."""
     for number in range(NUM_RECORDS):
         (folder / f"{number}.png").write_bytes(drawn(number))
-    rows: list[dict[str, Any]] = [
-        {"query": f"noise {number}", "positive_image": f"{number}.png"} for number in range(NUM_RECORDS)
-    ]
+    rows: list[Any] = [{"query": f"noise {number}", "positive_image": f"{number}.png"} for number in range(NUM_RECORDS)]
     rows[3]["negative_images"] = ["5.png", "6.png"]
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(folder / "rows.jsonl", rows)
 
 
 @pytest.fixture
@@ -70,18 +68,17 @@ def rows(tmp_path: Path) -> Path:
     return write_rows(tmp_path)
 
 
-def records_of(rows: Path) -> LoadedRecords:
-    return read(str(rows), "train").records()
-
-
-def source_of(rows: Path, model: str = "builtin:tiny-clip", *, augmenter: Augmenter | None = None) -> BatchSource:
+def source_of(
+    rows: Path, model: str = "builtin:tiny-clip", *, augmenter: Augmenter | None = None, kind: Any = BatchSource
+) -> BatchSource:
     torch.manual_seed(1)
-    records = records_of(rows).table
+    records = read(str(rows), "train").records().table
     encoder = load_encoder(ModelKeys(model_name=model), ["noise"])
     sampler = GlobalSampler(len(records), batch_size=BATCH, seed=3)
     assert sampler.batches_per_epoch == STEPS_PER_EPOCH
     changes = Augmenter("strong", flip=True, seed=3) if augmenter is None else augmenter
-    return BatchSource(records, sampler, encoder, torch.device("cpu"), changes, counts_masked=True)
+    source: BatchSource = kind(records, sampler, encoder, torch.device("cpu"), changes, counts_masked=True)
+    return source
 
 
 def loader_of(source: BatchSource, num_workers: int, *, num_steps: int = 9) -> BatchLoader:
@@ -116,22 +113,28 @@ def test_batches_of_workers_equal_those_of_this_process_bit_for_bit(
     source = source_of(rows)
     expected = [numbers_of(source.batch(step)) for step in range(9)]
     assert len({one["1 pixels"] if "1 pixels" in one else one["0 pixels"] for one in expected}) == 9
+    before, numpy_before = torch.get_rng_state(), repr(np.random.get_state())
     for first in (0, 5):  # a run that starts, and one that is resumed in the middle of an epoch
         with loader_of(source, num_workers) as loader:
             for step in range(first, 9):
                 batch = loader.batch(step)
                 assert numbers_of(batch) == expected[step], step
                 assert all(pool.encode is source.encoder for pool in batch.pools)
+    assert torch.equal(torch.get_rng_state(), before), "the generators of this process are not touched"
+    assert repr(np.random.get_state()) == numpy_before
 
 
-def test_texts_are_tokenized_ahead_as_well(rows: Path, tmp_path: Path) -> None:
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"query": f"a {n}", "positive": f"b {n}"}) + "\n" for n in range(NUM_RECORDS)))
-    source = source_of(texts, "builtin:ngram-bag")
+@pytest.mark.parametrize("model", ["builtin:ngram-bag", "bert"])
+def test_texts_are_tokenized_ahead_as_well(tmp_path: Path, model: str) -> None:
+    texts = [{"query": f"a {number}", "positive": f"b {number}"} for number in range(NUM_RECORDS)]
+    path = write_lines(tmp_path / "texts.jsonl", texts)
+    source = source_of(path, str(write_model(tmp_path / "bert", "bert")) if model == "bert" else model)
+    if model == "bert":
+        assert source.encoder.tokenizer.is_fast  # type: ignore[union-attr]
+        source.encoder.featurize(["a b c"] * 4000, "query")  # by as many threads as there are cores
     with loader_of(source, 2) as loader:
-        assert [numbers_of(loader.batch(step)) for step in range(4)] == [
-            numbers_of(source.batch(step)) for step in range(4)
-        ]
+        for step in range(4):
+            assert numbers_of(loader.batch(step)) == numbers_of(source.batch(step))
 
 
 def test_this_process_neither_deals_rows_nor_counts_nor_tokenizes(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,18 +155,6 @@ def test_this_process_neither_deals_rows_nor_counts_nor_tokenizes(rows: Path, mo
         source.batch(0)
 
 
-def test_a_fast_tokenizer_that_used_its_threads_here_tokenizes_in_a_worker(tmp_path: Path) -> None:
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"query": f"a {n}", "positive": f"b {n}"}) + "\n" for n in range(NUM_RECORDS)))
-    source = source_of(texts, str(write_model(tmp_path / "bert", "bert")))
-    assert source.encoder.tokenizer.is_fast  # type: ignore[union-attr]
-    source.encoder.featurize(["a b c"] * 4000, "query")  # by as many threads as there are cores
-    with loader_of(source, 2) as loader:
-        assert [numbers_of(loader.batch(step)) for step in range(4)] == [
-            numbers_of(source.batch(step)) for step in range(4)
-        ]
-
-
 def test_batches_come_in_order_or_not_at_all(rows: Path) -> None:
     with loader_of(source_of(rows), 1) as loader:
         loader.batch(2)
@@ -172,28 +163,17 @@ def test_batches_come_in_order_or_not_at_all(rows: Path) -> None:
         loader.batch(3)
 
 
-def test_the_generators_of_this_process_are_not_touched(rows: Path) -> None:
-    source = source_of(rows)
-    before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
-    with loader_of(source, 2) as loader:
-        loader.batch(0)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert np.random.get_state()[1].tolist() == numpy_before  # type: ignore[index,union-attr]
-
-
 class Spy(BatchSource):
     """Tells what a worker finds, in the place of a batch."""
 
     __slots__ = ()
 
     def features(self, step: int) -> Any:
-        free = sum(tensor.numel() for tensor in (*self.encoder.parameters(), *self.encoder.buffers()))
+        assert os.getppid() == self.accumulated, "the parent's process id"
         facts = {
-            "process": os.getpid(),
             "threads": torch.get_num_threads(),
-            "weights": free,
-            "SIGINT ignored": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
-            "SIGTERM ignored": signal.getsignal(signal.SIGTERM) == signal.SIG_IGN,
+            "weights": sum(tensor.numel() for tensor in (*self.encoder.parameters(), *self.encoder.buffers())),
+            "ignored": [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM)],
             "tokenizers": os.environ["TOKENIZERS_PARALLELISM"],
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
         }
@@ -204,28 +184,23 @@ def test_a_worker_has_one_thread_and_no_weights_and_leaves_signals_to_its_parent
     rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-    source = source_of(rows)
-    num_weights = sum(parameter.numel() for parameter in source.encoder.parameters())
-    spy = Spy(source.records, source.sampler, source.encoder, source.device, source.augmenter)
+    spy = replace(source_of(rows, kind=Spy), accumulated=os.getpid())
+    num_weights = sum(parameter.numel() for parameter in spy.encoder.parameters())
     with pytest.raises(DataError) as caught, loader_of(spy, 1) as loader:
         loader.batch(0)
-    facts = json.loads(str(caught.value))
-    assert facts.pop("process") != os.getpid()
-    ignored = {"SIGINT ignored": True, "SIGTERM ignored": True}
-    assert facts == {"threads": 1, "weights": 0, "tokenizers": "false", "blocked": [], **ignored}
+    expected = {"threads": 1, "weights": 0, "ignored": [True, True], "tokenizers": "false", "blocked": []}
+    assert json.loads(str(caught.value)) == expected
     assert "TOKENIZERS_PARALLELISM" not in os.environ
-    assert num_weights == sum(parameter.numel() for parameter in source.encoder.parameters()) > 0
+    assert num_weights == sum(parameter.numel() for parameter in spy.encoder.parameters()) > 0
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
 def test_a_picture_that_vanished_is_the_error_that_it_is_without_workers(rows: Path) -> None:
     source = source_of(rows)
-    source.batch(0)  # the identities of the pictures are known by now, as they are in a run
-    source.batch(1)
-    source.batch(2)
+    for step in range(3):  # the identities of the pictures are known by now, as they are in a run
+        source.batch(step)
     wanted = source.records.take(source.sampler.rows(1).tolist())
-    names = {image.path for record in wanted for image in record.positives if isinstance(image, Image)}
-    for name in names:
+    for name in {image.path for record in wanted for image in record.positives if isinstance(image, Image)}:
         Path(name).unlink()
     source.encoder._pixels.clear()  # type: ignore[operator,union-attr]
     with pytest.raises(ImageError, match=r"\.png: no such file") as here:
@@ -248,21 +223,18 @@ class Broken(BatchSource):
 
 
 def test_a_bug_in_a_worker_keeps_its_traceback(rows: Path) -> None:
-    source = source_of(rows)
-    broken = Broken(source.records, source.sampler, source.encoder, source.device, source.augmenter)
     with pytest.raises(KeyError, match=r"(?s)DataLoader worker process 0.*in features.*a bug of ours"):  # noqa: SIM117
-        with loader_of(broken, 1) as loader:
+        with loader_of(source_of(rows, kind=Broken), 1) as loader:
             loader.batch(0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_worker_is_an_error_that_says_so_soon(rows: Path, number: signal.Signals) -> None:
-    source = source_of(rows)
     started = time.monotonic()
     workers = []
 
     def go_on() -> None:
-        with loader_of(source, 2, num_steps=10_000) as loader:
+        with loader_of(source_of(rows), 2, num_steps=10_000) as loader:
             loader.batch(0)
             workers.extend(loader._workers)
             os.kill(workers[1].pid or 0, number)
@@ -335,33 +307,12 @@ class Slow(BatchSource):
 
 def test_a_worker_that_is_at_something_long_is_not_waited_for(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "CLOSE_SECONDS", 0.5)
-    source = source_of(rows)
-    slow = Slow(source.records, source.sampler, source.encoder, source.device, source.augmenter)
-    with loader_of(slow, 2) as loader:
+    with loader_of(source_of(rows, kind=Slow), 2) as loader:
         loader.batch(0)
         workers = loader._workers
         started = time.monotonic()
     assert time.monotonic() - started < 20
     assert not any(worker.is_alive() for worker in workers)
-
-
-def test_texts_and_pictures_stay_in_the_worker_and_arrays_come_in_one_block(
-    rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is pickled beside the block is small, whatever the batch."""
-    source = source_of(rows)
-    for free in (0, 1 << 40):
-        monkeypatch.setattr(room, "_free_shared_memory", lambda free=free: free)
-        parcel = room._Parcel.of(source.features(0), 1)
-        pickled = pickle.dumps(parcel.rest)
-        assert b"noise" not in pickled
-        assert b".png" not in pickled
-        assert len(pickled) < 6000
-        assert isinstance(parcel.block, torch.Tensor) == (free > 0)
-        arrays = [values for features, _ in parcel.unpacked().parts for values in features.per_row.values()]
-        block = np.asarray(parcel.block)
-        assert arrays
-        assert all(np.shares_memory(array, block) and array.flags.writeable for array in arrays)
 
 
 def test_blocks_of_batches_that_differ_a_little_are_of_one_size_and_none_is_an_eighth_too_large() -> None:
@@ -370,9 +321,10 @@ def test_blocks_of_batches_that_differ_a_little_are_of_one_size_and_none_is_an_e
         assert num_bytes <= room.block_bytes(num_bytes) <= num_bytes * 1.125
 
 
-def test_pinning_changes_no_number_and_a_chunk_of_pictures_is_not_copied(
+def test_arrays_come_in_one_block_that_is_pinned_and_no_chunk_of_pictures_is_copied(
     rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Texts and encoded pictures stay in the worker, so that what is pickled beside the block is small."""
     pinned = []
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -381,24 +333,28 @@ def test_pinning_changes_no_number_and_a_chunk_of_pictures_is_not_copied(
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)  # no accelerator is needed to see what is pinned
     source = source_of(rows)
-    for shares in (0, 1 << 40):
-        monkeypatch.setattr(room, "_free_shared_memory", lambda shares=shares: shares)
-        parcel = room._Parcel.of(source.features(0), 1).pin_memory()
+    for free in (0, 1 << 40):
+        monkeypatch.setattr(room, "_free_shared_memory", lambda free=free: free)
+        parcel = room._Parcel.of(source.features(0), 1)
+        assert isinstance(parcel.block, torch.Tensor) == (free > 0)
+        assert b"noise" not in parcel.rest
+        assert b".png" not in parcel.rest
+        assert len(parcel.rest) < 6000
+        block = np.asarray(parcel.block)
+        arrays = [values for features, _ in parcel.unpacked().parts for values in features.per_row.values()]
+        assert arrays
+        assert all(np.shares_memory(array, block) and array.flags.writeable for array in arrays)
+        parcel = parcel.pin_memory()
         assert numbers_of(source.prepared(parcel.unpacked())) == numbers_of(source.batch(0))
     assert len(pinned) == 2, "one block each"
     pool = next(pool for pool in source.prepared(parcel.unpacked()).pools if pool.features.per_row)
     pixels = pool.features.per_row["pixels"]
     assert len(pixels) >= 4
 
-    def shares_memory(rows: list[int]) -> bool:
-        made = pool.collate(pool.features, np.array(rows), 1)["pixels"]
-        assert np.array_equal(made.numpy(), pixels[rows])
-        return np.shares_memory(made.numpy(), pixels)
-
-    assert shares_memory([1, 2, 3])
-    assert shares_memory([2])
-    assert not shares_memory([2, 1])
-    assert not shares_memory([0, 2])
+    for chunk, is_shared in (([1, 2, 3], True), ([2], True), ([2, 1], False), ([0, 2], False)):
+        collated = pool.collate(pool.features, np.array(chunk), 1)["pixels"].numpy()
+        assert np.array_equal(collated, pixels[chunk])
+        assert np.shares_memory(collated, pixels) == is_shared
 
 
 def test_what_a_picture_takes_is_what_the_encoder_makes_of_it(rows: Path) -> None:
@@ -408,43 +364,32 @@ def test_what_a_picture_takes_is_what_the_encoder_makes_of_it(rows: Path) -> Non
     assert load_encoder(ModelKeys(model_name="builtin:ngram-bag"), ["a"]).picture_bytes() == 0
 
 
-def run_keys(rows: Path, folder: Path, **keys: object) -> Config:
-    values = {
-        "model_name": "builtin:tiny-clip",
-        "data_path": str(rows),
-        "test_data_path": str(rows),
-        "eval_strategy": "no",
-        "batch_size": BATCH,
-        "max_steps": 5,
-        "image_augmentation": "light",
-        "report_to": "none",
-        "output_dir": str(folder),
-    }
-    return Config.model_validate(values | keys)
-
-
 def losses(folder: Path) -> list[tuple[float, float]]:
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["data_seconds"] > 0 for row in metrics)
-    return [(row["loss"], row["grad_norm"]) for row in metrics]
+    rows = metric_rows(folder)
+    assert all(row["data_seconds"] > 0 for row in rows)
+    return [(row["loss"], row["grad_norm"]) for row in rows]
 
 
 @pytest.mark.slow
 def test_a_run_is_the_same_with_0_1_and_2_workers_and_without_any_nothing_forks(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for num_workers in (1, 2):
-        run_from_config(run_keys(rows, tmp_path / str(num_workers), num_workers=num_workers))
-    other = run_from_config(run_keys(rows, tmp_path / "other", num_workers=2, image_augmentation="none"))
-    assert other is not None
+    def run(name: str, num_workers: int, augmentation: str = "light") -> None:
+        keys = {"model_name": "builtin:tiny-clip", "data_path": str(rows), "test_data_path": str(rows)}
+        keys |= {"eval_strategy": "no", "report_to": "none", "output_dir": str(tmp_path / name)}
+        numbers = {"batch_size": BATCH, "max_steps": 5, "num_workers": num_workers}
+        run_from_config(Config.model_validate({**keys, **numbers, "image_augmentation": augmentation}))
 
     def fork() -> int:
         raise AssertionError("forked")
 
+    run("1", 1)
+    run("2", 2)
+    run("other", 2, "none")
     monkeypatch.setattr(os, "fork", fork)
-    run_from_config(run_keys(rows, tmp_path / "0", num_workers=0))
+    run("0", 0)
     with pytest.raises(AssertionError, match="forked"):
-        run_from_config(run_keys(rows, tmp_path / "forks", num_workers=1))
+        run("forks", 1)
     assert losses(tmp_path / "0") == losses(tmp_path / "1") == losses(tmp_path / "2")
     assert losses(tmp_path / "0") != losses(tmp_path / "other")
     rankings = [(tmp_path / name / "evaluation/baseline/run.trec").read_bytes() for name in ("0", "2", "other")]

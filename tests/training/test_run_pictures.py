@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import json
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import PIL.Image
 import pytest
+from kit.rows import png
+from kit.runs import write_rows as write_lines
 
 from vembed.batch import Image, ImageLimits
 from vembed.config.schema import Config
 from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys
-from vembed.data.picture_survey import ItemCounts, PictureSurvey, RetrievalMode
+from vembed.data.picture_survey import ItemCounts, PictureSurvey
+from vembed.data.read import DataSource
 from vembed.data.run_data import RunData, load_run_data, record_texts
 from vembed.errors import DataError
 from vembed.training.evaluations import Evaluations
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
 
     from vembed.vectors.encode import ItemEncoder
 
-MODES: tuple[RetrievalMode, ...] = ("t2t", "t2i", "i2t", "i2i")
+MODES = ("t2t", "t2i", "i2t", "i2i")
 COLUMNS = {"t": ("query", "positive"), "i": ("query_image", "positive_image")}
 
 
 def drawn(number: int, size: tuple[int, int] = (8, 8)) -> bytes:
-    buffer = io.BytesIO()
-    PIL.Image.new("RGB", size, (number, 255 - number, 7)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return png(f"rgb({number},{255 - number},7)", size)
 
 
 def write_rows(folder: Path, mode: str, *, count: int = 4, name: str = "rows.jsonl") -> Path:
@@ -44,37 +42,26 @@ def write_rows(folder: Path, mode: str, *, count: int = 4, name: str = "rows.jso
             (folder / f"{place}-{number}.png").write_bytes(drawn(10 * number + place, (8 + number, 8)))
         cells = [f"text {number} {place}" if mode[2 * place] == "t" else f"{place}-{number}.png" for place in (0, 1)]
         rows.append({COLUMNS[mode[2 * place]][place]: cells[place] for place in (0, 1)})
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(folder / name, rows)
 
 
-def loaded(path: Path, mode: RetrievalMode = "auto", test: Path | None = None, root: Path | None = None) -> RunData:
-    keys = DataKeys(
-        data_path=str(path),
-        test_data_path=None if test is None else str(test),
-        image_root=None if root is None else str(root),
-        retrieval_mode=mode,
-    )
-    return load_run_data(keys, needs_dev=False)
+def loaded(path: Path, mode: str = "auto", test: Path | None = None, root: Path | None = None) -> RunData:
+    paths = {"data_path": path, "test_data_path": test, "image_root": root}
+    keys: dict[str, Any] = {key: str(value) for key, value in paths.items() if value is not None}
+    return load_run_data(DataKeys(retrieval_mode=mode, **keys), needs_dev=False)
 
 
 @pytest.mark.parametrize("own", MODES)
 def test_data_of_one_direction_pass_under_their_own_mode_and_auto_and_no_other(tmp_path: Path, own: str) -> None:
     path = write_rows(tmp_path, own)
+    query, document = ({"t": "texts", "i": "pictures"}[side] for side in (own[0], own[2]))
+    held = rf"rows\.jsonl holds 4 query {query}, 4 document {document}"
     for mode in MODES:
         if mode == own:
             assert loaded(path, mode).fingerprint == loaded(path).fingerprint
             continue
-        with pytest.raises(
-            DataError, match=rf"retrieval_mode {mode} is for data in which .* set retrieval_mode to {own}"
-        ):
+        with pytest.raises(DataError, match=rf"retrieval_mode {mode} is for .*{held}.* set retrieval_mode to {own}"):
             loaded(path, mode)
-
-
-def test_the_message_says_what_the_data_hold(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl holds 4 query texts, 4 document pictures"):
-        loaded(write_rows(tmp_path, "t2i"), "i2t")
 
 
 def test_the_test_set_must_have_the_direction_as_well(tmp_path: Path) -> None:
@@ -93,52 +80,60 @@ def test_a_side_of_texts_and_pictures_is_taken_by_auto_alone() -> None:
     counts.add("document", ["b", Image("c.png")])
     assert counts.direction == "texts search texts and pictures"
     counts.require("auto", "set")
-    with pytest.raises(
-        DataError, match="1 query texts, 1 document texts, 1 document pictures; set retrieval_mode to auto"
-    ):
+    held = "1 query texts, 1 document texts, 1 document pictures; set retrieval_mode to auto"
+    with pytest.raises(DataError, match=held):
         counts.require("t2i", "set")
 
 
-def test_the_facts_tell_direction_number_and_sizes_of_pictures(tmp_path: Path) -> None:
+def test_the_facts_tell_direction_number_and_sizes_of_pictures_where_there_are_any(tmp_path: Path) -> None:
     path = write_rows(tmp_path, "t2i")
     facts = dict(loaded(path, test=path).facts())
     assert facts["training direction"] == "texts search pictures"
     assert facts["distinct pictures in them"] == "4; smallest 8 x 8, median 9 x 8, largest 11 x 8 pixels"
     assert "4 queries, 4 documents; texts search pictures; 4 trained on with an answer" in facts["test set"]
-
-
-def test_a_run_of_texts_has_no_fact_about_pictures(tmp_path: Path) -> None:
-    path = write_rows(tmp_path, "t2t")
-    facts = dict(loaded(path, test=path).facts())
-    assert not any("picture" in label or "picture" in value for label, value in facts.items())
+    texts = write_rows(tmp_path, "t2t", name="texts.jsonl")
+    assert "picture" not in str(loaded(texts, test=texts).facts())
 
 
 def test_the_same_picture_in_two_files_counts_once(tmp_path: Path) -> None:
-    for name in ("a.png", "b.png"):
-        (tmp_path / name).write_bytes(drawn(1, (5, 4)))
+    paths = [tmp_path / "a.png", tmp_path / "b.png"]
+    for path in paths:
+        path.write_bytes(drawn(1, (5, 4)))
     survey = PictureSurvey(ImageLimits())
-    survey.add(
-        [Image(str(tmp_path / "a.png")), Image(str(tmp_path / "b.png")), "text", Image("memory", drawn(1, (5, 4)))]
-    )
+    survey.add([*(Image(str(path)) for path in paths), "text", Image("memory", drawn(1, (5, 4)))])
     assert survey.text == "1, all 5 x 4 pixels"
     survey.add([Image("memory", drawn(2, (5, 4)))])
     assert survey.text == "2, all 5 x 4 pixels"
 
 
 def test_the_fingerprint_is_of_what_pictures_show_and_not_of_where_they_lie(tmp_path: Path) -> None:
-    here, there = write_rows(tmp_path / "a", "t2i"), write_rows(tmp_path / "b", "t2i")
+    here, there, other = (write_rows(tmp_path / name, "t2i") for name in "abc")
     before = loaded(here, test=here).fingerprint
     assert loaded(there, test=there).fingerprint == before
-    other = write_rows(tmp_path / "c", "t2i")
-    (tmp_path / "c" / "1-2.png").write_bytes(drawn(99))
+    (other.parent / "1-2.png").write_bytes(drawn(99))
     assert loaded(other, test=other).fingerprint != before
+
+
+def test_the_fingerprint_covers_all_that_a_run_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = write_rows(tmp_path, "t2t")
+    keys = DataKeys(data_path=str(rows), test_data_path="builtin:shapes")
+
+    def fingerprint(*, document: str = "d", grade: int = 1, query: str = "q") -> str:
+        task = RetrievalData("test", {"1": query}, {"2": document}, {"1": {"2": grade}})
+        monkeypatch.setattr(DataSource, "judged", lambda *_, **__: task)
+        return load_run_data(keys, needs_dev=False).fingerprint
+
+    first = fingerprint()
+    assert fingerprint() == first
+    others = {fingerprint(document="e"), fingerprint(grade=2), fingerprint(query="r")}
+    rows.write_text(rows.read_text().replace("text 3", "text 4"))
+    assert len(others | {first, fingerprint()}) == 5
 
 
 def test_a_root_of_pictures_without_a_picture_is_noted(tmp_path: Path) -> None:
     texts, captions = write_rows(tmp_path, "t2t", name="texts.jsonl"), write_rows(tmp_path, "t2i")
-    assert any("image_root has no effect" in note for note in loaded(texts, root=tmp_path).notes)
-    assert not any("image_root" in note for note in loaded(texts).notes)
-    assert not any("image_root" in note for note in loaded(captions, root=tmp_path).notes)
+    for path, root, noted in ((texts, tmp_path, True), (texts, None, False), (captions, tmp_path, False)):
+        assert any("image_root has no effect" in note for note in loaded(path, root=root).notes) == noted
 
 
 def test_tokenizers_are_trained_on_the_texts_alone(tmp_path: Path) -> None:
@@ -146,18 +141,16 @@ def test_tokenizers_are_trained_on_the_texts_alone(tmp_path: Path) -> None:
 
 
 def test_a_run_on_pictures_leaves_bm25_out_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    task = RetrievalData("photos", {"q": "a cat"}, {"d": Image("cat.png", b"x")}, {"q": {"d": 1}})
-    unused = cast("ItemEncoder", None)
-
-    def run(task: RetrievalData) -> Evaluations:
+    def run(query: str, document: Any) -> Evaluations:
+        task = RetrievalData("a set", {"q": query}, {"d": document}, {"q": {"d": 1}})
+        unused = cast("ItemEncoder", None)
         return Evaluations(unused, None, task, tmp_path, "ndcg@10", lambda: None, bm25_language="english")
 
     with caplog.at_level(logging.INFO, logger="vembed"):
-        assert run(task).bm25() is None
+        assert run("a cat", Image("cat.png", b"x")).bm25() is None
     assert [record.getMessage().count("BM25 is left out") for record in caplog.records] == [1]
     assert not (tmp_path / "bm25").exists()
-    words = RetrievalData("words", {"q": "a cat"}, {"d": "a cat"}, {"q": {"d": 1}})
-    assert run(words).bm25() is not None
+    assert run("a cat", "a cat").bm25() is not None
 
 
 def test_the_keys_reach_the_data_and_the_model(tmp_path: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from saving_cases import Network, Run, gather_what_fails, identity_of, resume, save
+from torch import nn
 
 from vembed.distributed.ranks import Ranks
-from vembed.errors import ConfigError
-from vembed.training.saving import gather_encoder
+from vembed.errors import ConfigError, NonFiniteError
+from vembed.models.tables import NgramBag, NgramBagConfig
+from vembed.training.model import refuse_nonfinite_weights
+from vembed.training.saving import RunState, gather_encoder, load_module, module_tensors, stamp_differences
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,26 +87,29 @@ def test_work_that_is_spread_otherwise_is_refused_with_the_key_that_allows_it_an
     assert "resume_elastic" not in caplog.text
 
 
-@pytest.mark.parametrize("change", [{"model_name": "other"}, {"dtype": "bfloat16"}, {"base": "f00d"}])
+TEACHER = {"weights": "c0de", "precision": "torch.float32"}
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"model_name": "other"}, 'model_name: "net" in the checkpoint, "other" in this run'),
+        ({"dtype": "bfloat16"}, "dtype: "),
+        ({"base": "f00d"}, "base: "),
+        ({"teacher": TEACHER | {"weights": "f00d"}}, 'teacher.weights: "c0de" in the checkpoint, "f00d" in this run'),
+    ],
+)
 def test_another_run_is_refused_even_where_the_work_may_be_spread_otherwise(
-    tmp_path: Path, change: dict[str, Any]
+    tmp_path: Path, change: dict[str, Any], shown: str
 ) -> None:
-    save(0, tmp_path, identity_of(base="c0de"), False, False)
-    refused = resume(0, tmp_path, identity_of(base="c0de") | {"world_size": 4} | change, False, False, True)
+    mine = identity_of(base="c0de", teacher=TEACHER)
+    save(0, tmp_path / "new", mine, False, False)
+    refused = resume(0, tmp_path / "new", mine | {"world_size": 4} | change, False, False, True)
     assert "belongs to another run" in refused
-    assert next(iter(change)) in refused
-    assert isinstance(resume(0, tmp_path, identity_of(base="c0de"), False, False, True), list)
-
-
-def test_a_checkpoint_of_before_teachers_were_stamped_is_resumed_and_another_teacher_is_not(tmp_path: Path) -> None:
-    taught = {"teacher": {"weights": "c0de", "precision": "torch.float32"}}
-    save(0, tmp_path / "old", identity_of(), False, False)
-    assert isinstance(resume(0, tmp_path / "old", identity_of(**taught), False, False, False), list)
-    save(0, tmp_path / "new", identity_of(**taught), False, False)
-    assert isinstance(resume(0, tmp_path / "new", identity_of(**taught), False, False, False), list)
-    other = {"teacher": {"weights": "f00d", "precision": "torch.float32"}}
-    refused = resume(0, tmp_path / "new", identity_of(**other), False, False, True)
-    assert 'teacher.weights: "c0de" in the checkpoint, "f00d" in this run' in refused
+    assert shown in refused
+    assert isinstance(resume(0, tmp_path / "new", mine, False, False, False), list)
+    save(0, tmp_path / "old", identity_of(base="c0de"), False, False)  # of before teachers were stamped
+    assert isinstance(resume(0, tmp_path / "old", mine, False, False, False), list)
 
 
 def test_an_encoder_that_is_not_sharded_is_gathered_as_it_is() -> None:
@@ -119,3 +126,72 @@ def test_an_encoder_that_the_first_rank_can_not_build_is_the_same_error_on_all(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
     assert two_ranks.run(gather_what_fails, tmp_path) == ["ConfigError: the hub is gone"] * 2
+
+
+def test_the_best_is_the_first_of_equals_and_the_state_comes_back_from_json_as_it_was() -> None:
+    state = RunState(skipped_steps=2, num_truncated=3)
+    seen = []
+    for step, value in [(0, 0.5), (2, 0.7), (4, 0.7), (6, 0.6), (8, 1 / 3 + 0.5)]:
+        state.step = step
+        seen.append((state.record({"ndcg@10": value, "mrr@10": -value}, "ndcg@10"), state.stale_evaluations))
+    assert seen == [(False, 0), (True, 0), (False, 1), (False, 2), (True, 0)], "the untrained model is no candidate"
+    assert (state.best_step, state.best_metric, state.evaluated_step) == (8, 1 / 3 + 0.5, 8)
+    assert [step for step, _ in state.evaluations] == [0, 2, 4, 6, 8]
+    assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
+    with pytest.raises(KeyError):
+        RunState.from_json({"step": 7})
+
+
+class Tied(nn.Module):
+    """Two names for one parameter, a buffer that is saved and one that isn't."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, 2, bias=False)
+        self.second = nn.Linear(width, 2, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+
+def test_tied_tensors_are_saved_once_and_come_back_in_both_places() -> None:
+    one, other = Tied(), Tied()
+    one.count += 5
+    tensors = module_tensors(one)
+    assert tensors.keys() == {"first.weight", "count"}
+    load_module(other, tensors)
+    assert torch.equal(other.second.weight, one.first.weight)
+    assert other.count.item() == 5
+    with pytest.raises(ConfigError, match=r"another model: 1 tensors differ, the first is first\.weight"):
+        load_module(Tied(width=4), tensors)
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    bag = NgramBag(NgramBagConfig(dimension=4, buckets=8))
+    refuse_nonfinite_weights(bag)
+    with torch.no_grad():
+        bag.weight.weight[2] = torch.inf
+    with pytest.raises(NonFiniteError, match=r"1 weights are NaN or infinite as loaded, the first is weight\.weight"):
+        refuse_nonfinite_weights(bag)
+
+
+def test_each_difference_of_two_stamps_is_named_with_both_values_however_deep() -> None:
+    saved: dict[str, Any] = {
+        "gone": None,
+        "size": 2,
+        "deep": {"rate": 1e-5, "dims": [64, 128]},
+        "lora": {},
+        "flag": True,
+    }
+    now = {"size": 4, "deep": {"rate": 2e-5, "dims": (64,)}, "lora": {"r": 16}, "on": 1, "new": "x"}
+    assert stamp_differences(saved, now) == {
+        "gone": "gone: null in the checkpoint, (absent) in this run",
+        "size": "size: 2 in the checkpoint, 4 in this run",
+        "deep.rate": "deep.rate: 1e-05 in the checkpoint, 2e-05 in this run",
+        "deep.dims": "deep.dims: [64, 128] in the checkpoint, [64] in this run",
+        "lora": "lora: {} in the checkpoint, (absent) in this run",
+        "on": "on: true in the checkpoint, 1 in this run",
+        "lora.r": "lora.r: (absent) in the checkpoint, 16 in this run",
+        "new": 'new: (absent) in the checkpoint, "x" in this run',
+    }
+    assert stamp_differences({"number": 1, "dims": [64], "lora": {}}, {"number": 1.0, "dims": (64,), "lora": {}}) == {}

@@ -13,7 +13,7 @@ from transformers import get_scheduler
 
 from vembed.losses.infonce import InfoNCE
 from vembed.plan.keys import OptimisationKeys
-from vembed.training.optimizer import Optimizer, Schedule
+from vembed.training.optimizer import GROWTH_STEPS, LEAST_SCALE, LossScale, Optimizer, Schedule
 
 KEYS = OptimisationKeys(weight_decay=0.1, adam_beta2=0.99, max_grad_norm=None)
 CONSTANT = Schedule(0.01, "constant", 0, 100)
@@ -32,110 +32,75 @@ class Network(nn.Module):
 
 def make(
     schedule: Schedule = CONSTANT, *, learn_temperature: bool = True, loss_scaling: bool = False, **keys: Any
-) -> tuple[Network, InfoNCE, Optimizer]:
-    network, loss = Network(), InfoNCE(temperature=0.1, learn_temperature=learn_temperature)
-    encoder: Any = network
-    return network, loss, Optimizer(encoder, loss, KEYS.model_copy(update=keys), schedule, loss_scaling=loss_scaling)
+) -> tuple[Any, InfoNCE, Optimizer]:
+    network: Any = Network()
+    loss = InfoNCE(temperature=0.1, learn_temperature=learn_temperature)
+    return network, loss, Optimizer(network, loss, KEYS.model_copy(update=keys), schedule, loss_scaling=loss_scaling)
 
 
-def give_gradients(optimizer: Optimizer, value: float = 1.0) -> None:
+def give_gradients(optimizer: Optimizer, value: float) -> None:
     for parameter in optimizer.parameters:
         parameter.grad = torch.full_like(parameter, value)
 
 
-def update(optimizer: Optimizer, step: int) -> None:
-    """End a step as the loop does, once its gradients are accepted."""
-    optimizer.step(optimizer.learning_rate(step))
+def end_step(optimizer: Optimizer, step: int, *, overflowed: bool = False) -> None:
+    """End a step as the loop does, once its gradients are accepted or have overflowed."""
+    if not overflowed:
+        optimizer.step(optimizer.learning_rate(step))
     optimizer.zero_grad()
-    optimizer.scale.update(overflowed=False)
-
-
-def discard(optimizer: Optimizer) -> None:
-    """End a step as the loop does, once its gradients have overflowed."""
-    optimizer.zero_grad()
-    optimizer.scale.update(overflowed=True)
+    optimizer.scale.update(overflowed=overflowed)
 
 
 @pytest.mark.parametrize(("kind", "theirs"), [("cosine", "cosine"), ("linear", "linear"),
                                              ("constant", "constant_with_warmup")])  # fmt: skip
-@pytest.mark.parametrize(("warmup", "steps"), [(0, 7), (3, 20), (10, 10), (1, 1)])
-def test_the_schedule_is_that_of_transformers(
+@pytest.mark.parametrize(("warmup", "steps"), [(3, 20), (0, 7), (10, 10), (1, 1)])
+def test_the_schedule_is_that_of_transformers_and_sets_the_rate_of_every_group(
     kind: Literal["cosine", "linear", "constant"], theirs: str, warmup: int, steps: int
 ) -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
-    scheduler = get_scheduler(theirs, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-    schedule = Schedule(0.3, kind, warmup, steps)
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler = get_scheduler(theirs, sgd, num_warmup_steps=warmup, num_training_steps=steps)
+    _, _, optimizer = make(Schedule(0.3, kind, warmup, steps))
     for step in range(steps):
-        assert schedule.learning_rate(step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-15), step
-        optimizer.step()
+        give_gradients(optimizer, 1.0)
+        end_step(optimizer, step)
+        expected = pytest.approx(scheduler.get_last_lr()[0], abs=1e-15)
+        assert [group["lr"] for group in optimizer.adamw.param_groups] == [expected] * 3, step
+        sgd.step()
         scheduler.step()
 
 
-def test_the_schedule_rises_to_its_peak_and_falls_to_nothing() -> None:
-    rates = [Schedule(1.0, "cosine", 4, 100).learning_rate(step) for step in range(100)]
-    assert rates[:5] == [0, 0.25, 0.5, 0.75, 1.0]
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert 0 < rates[-1] < 0.001
-
-
-def test_update_sets_the_rate_of_the_step() -> None:
-    _, _, optimizer = make(schedule=Schedule(1.0, "linear", 2, 6))
-    for step, expected in enumerate([0, 0.5, 1.0, 0.75, 0.5, 0.25]):
-        give_gradients(optimizer)
-        update(optimizer, step)
-        assert [group["lr"] for group in optimizer.adamw.param_groups] == [expected] * 3
-
-
 def test_weight_decay_acts_on_matrices_alone() -> None:
-    network, loss, optimizer = make(schedule=Schedule(0.5, "constant", 0, 10))
-    before = {name: value.clone() for name, value in network.named_parameters()}
-    scale = loss.log_scale.clone()
+    network, loss, optimizer = make(Schedule(0.5, "constant", 0, 10))
+    before = {name: value.clone() for name, value in [*network.named_parameters(), *loss.named_parameters()]}
     give_gradients(optimizer, 0.0)
-    update(optimizer, 0)
-    torch.testing.assert_close(network.layer.weight, before["layer.weight"] * (1 - 0.5 * 0.1))
-    assert torch.equal(network.layer.bias, before["layer.bias"])
-    assert torch.equal(network.norm.weight, before["norm.weight"])
-    assert torch.equal(network.frozen, before["frozen"])
-    assert torch.equal(loss.log_scale, scale)
+    end_step(optimizer, 0)
+    torch.testing.assert_close(network.layer.weight, before.pop("layer.weight") * (1 - 0.5 * 0.1))
+    after = dict([*network.named_parameters(), *loss.named_parameters()])
+    assert before.keys() == {"layer.bias", "norm.weight", "norm.bias", "frozen", "log_scale"}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_the_temperature_is_trained_when_it_is_learned_and_kept_within_bounds() -> None:
-    _, loss, optimizer = make(schedule=Schedule(100.0, "constant", 0, 10))
-    give_gradients(optimizer, -1.0)
-    update(optimizer, 0)
-    assert loss.temperature == pytest.approx(0.01)
-    _, fixed, optimizer = make(learn_temperature=False)
-    assert len(optimizer.parameters) == 4
-    give_gradients(optimizer, -1.0)
-    update(optimizer, 0)
-    assert fixed.temperature == pytest.approx(0.1)
+    for learned, expected in ((True, 0.01), (False, 0.1)):
+        _, loss, optimizer = make(Schedule(100.0, "constant", 0, 10), learn_temperature=learned)
+        assert len(optimizer.parameters) == 4 + learned
+        give_gradients(optimizer, -1.0)
+        end_step(optimizer, 0)
+        assert loss.temperature == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("limit", [0.5, 1e6, None])
-def test_clipping_brings_the_global_norm_down_and_returns_that_before(limit: float | None) -> None:
-    _, _, optimizer = make(max_grad_norm=limit)
-    give_gradients(optimizer, 2.0)
-    count = sum(parameter.numel() for parameter in optimizer.parameters)
-    norm = optimizer.clip_gradients()
-    assert norm == pytest.approx(2.0 * math.sqrt(count))
-    after = math.sqrt(sum(p.grad.pow(2).sum().item() for p in optimizer.parameters if p.grad is not None))
-    assert after == pytest.approx(min(norm, limit or math.inf), rel=1e-5)
-
-
-def test_clipping_is_that_of_torch_bit_for_bit() -> None:
-    network, loss, optimizer = make(max_grad_norm=0.7)
+@pytest.mark.parametrize("limit", [0.7, 1e6, None])
+def test_clipping_is_that_of_torch_bit_for_bit_and_returns_the_norm_before(limit: float | None) -> None:
+    network, loss, optimizer = make(max_grad_norm=limit)
     twin, other_loss, _ = make()
     torch.manual_seed(3)
-    for parameter, other in zip(
-        [*network.parameters(), *loss.parameters()], [*twin.parameters(), *other_loss.parameters()], strict=True
-    ):
+    twins = [*twin.parameters(), *other_loss.parameters()]
+    for parameter, other in zip([*network.parameters(), *loss.parameters()], twins, strict=True):
         if parameter.requires_grad:
             parameter.grad = torch.randn_like(parameter)
             other.grad = parameter.grad.clone()
-    expected = nn.utils.clip_grad_norm_([*twin.parameters(), *other_loss.parameters()], 0.7)
-    assert optimizer.clip_gradients() == expected.item()
-    assert network.layer.weight.grad is not None
-    assert twin.layer.weight.grad is not None
+    norm = optimizer.clip_gradients()
+    assert norm == nn.utils.clip_grad_norm_(twins, limit or math.inf).item() > 0.7
     assert torch.equal(network.layer.weight.grad, twin.layer.weight.grad)
 
 
@@ -144,27 +109,18 @@ def test_module_norms_are_of_each_module_and_of_the_loss() -> None:
     assert optimizer.module_norms() == {}
     give_gradients(optimizer, 1.0)
     network.norm.bias.grad = None
-    assert optimizer.module_norms() == pytest.approx(
-        {"encoder.layer": math.sqrt(15), "encoder.norm": math.sqrt(3), "loss": 1.0}
-    )
+    expected = {"encoder.layer": math.sqrt(15), "encoder.norm": math.sqrt(3), "loss": 1.0}
+    assert optimizer.module_norms() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_one_bad_gradient_is_still_seen_in_its_own_module_after_the_norm_was_taken(bad: float) -> None:
     network, _, optimizer = make(max_grad_norm=1.0)
     give_gradients(optimizer, 1.0)
-    assert network.norm.weight.grad is not None
     network.norm.weight.grad[1] = bad
     assert not math.isfinite(optimizer.clip_gradients())
-    norms = optimizer.module_norms()
-    assert norms.pop("encoder.norm") == pytest.approx(bad, nan_ok=True)
-    assert norms == pytest.approx({"encoder.layer": math.sqrt(15), "loss": 1.0})
-
-
-def test_without_loss_scaling_there_is_no_scale_and_no_overflow() -> None:
-    _, _, optimizer = make()
-    assert optimizer.scale.value == 1.0
-    assert not optimizer.scale.overflowed(math.inf)
+    expected = {"encoder.layer": math.sqrt(15), "encoder.norm": bad, "loss": 1.0}
+    assert optimizer.module_norms() == pytest.approx(expected, nan_ok=True)
 
 
 def test_with_loss_scaling_the_step_is_that_of_unscaled_gradients() -> None:
@@ -174,8 +130,8 @@ def test_with_loss_scaling_the_step_is_that_of_unscaled_gradients() -> None:
     give_gradients(optimizer, 0.25)
     give_gradients(scaling, 0.25 * scaling.scale.value)
     assert scaling.clip_gradients() == optimizer.clip_gradients()
-    update(optimizer, 0)
-    update(scaling, 0)
+    end_step(optimizer, 0)
+    end_step(scaling, 0)
     assert torch.equal(plain.layer.weight, scaled.layer.weight)
 
 
@@ -190,53 +146,77 @@ def test_an_overflow_halves_the_scale_until_it_is_no_longer_the_scales_fault() -
         if not optimizer.scale.overflowed(norm):
             break
         scales.append(optimizer.scale.value)
-        discard(optimizer)
+        end_step(optimizer, 0, overflowed=True)
         assert network.layer.weight.grad is None
     assert scales == [2.0**power for power in range(16, 0, -1)]
-    assert optimizer.scale.value == 1.0
     assert torch.equal(network.layer.weight, before)
     assert not optimizer.scale.overflowed(1.0)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_scale_never_falls_below_one_and_stays_one_where_nothing_is_scaled(enabled: bool) -> None:
+    scale = LossScale(enabled=enabled)
+    assert scale.overflowed(math.inf) == enabled
+    for _ in range(40):
+        scale.update(overflowed=True)
+    assert scale.value == LEAST_SCALE == 1.0
+    assert bool(scale.state()) == enabled
+
+
+def test_the_scale_goes_the_way_of_torchs_scaler_and_a_resumed_one_goes_on_as_it_would_have_gone() -> None:
+    theirs = torch.amp.GradScaler("cpu", growth_interval=GROWTH_STEPS)
+    ours = LossScale(enabled=True)
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    theirs.scale(torch.ones(()))
+    scales = set()
+    for step in range(3 * GROWTH_STEPS):
+        overflowed = step in (0, 1, 7, GROWTH_STEPS + 3)
+        parameter.grad = torch.tensor([torch.inf if overflowed else 1.0])
+        theirs.unscale_(optimizer)
+        theirs.update()
+        ours.update(overflowed=overflowed)
+        scales.add(ours.value)
+        assert ours.value == theirs.get_scale(), step
+        if step in (1, GROWTH_STEPS + 7):  # few and many good steps after an overflow
+            state = json.loads(json.dumps(ours.state()))
+            ours = LossScale(enabled=True)
+            ours.restore(state)
+    assert len(scales) > 3
+
+
 @pytest.mark.parametrize("loss_scaling", [False, True])
 def test_restored_state_goes_on_bit_for_bit(loss_scaling: bool) -> None:
-    options: dict[str, Any] = {"loss_scaling": loss_scaling, "max_grad_norm": 0.5}
-    schedule = Schedule(0.05, "cosine", 2, 12)
+    Made = tuple[Any, InfoNCE, Optimizer]
 
-    def train(network: Network, optimizer: Optimizer, steps: range) -> None:
+    def begin(other: Made | None = None) -> Made:
+        """Make a network, a loss and an optimizer, with the weights of others."""
+        made = make(Schedule(0.05, "cosine", 2, 12), loss_scaling=loss_scaling, max_grad_norm=0.5)
+        for mine, theirs in zip(made[:2], (other or made)[:2], strict=True):
+            mine.load_state_dict(theirs.state_dict())
+        return made
+
+    def train(optimizer: Optimizer, steps: range) -> None:
         for step in steps:
             torch.manual_seed(step)
             for parameter in optimizer.parameters:
                 parameter.grad = torch.randn_like(parameter) * (math.inf if step == 2 and loss_scaling else 1.0)
             norm = optimizer.clip_gradients()
-            if optimizer.scale.overflowed(norm):
-                discard(optimizer)
-            else:
-                update(optimizer, step)
+            end_step(optimizer, step, overflowed=optimizer.scale.overflowed(norm))
 
-    whole, whole_loss, optimizer = make(schedule, **options)
-    train(whole, optimizer, range(12))
-
-    first, first_loss, optimizer = make(schedule, **options)
-    train(first, optimizer, range(6))
-    tensors, packed = optimizer.state()
+    whole, first = begin(), begin()
+    train(whole[2], range(12))
+    train(first[2], range(6))
+    tensors, packed = first[2].state()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    packed = json.loads(json.dumps(packed))
-
-    second, second_loss, resumed = make(schedule, **options)
-    second.load_state_dict(first.state_dict())
-    second_loss.load_state_dict(first_loss.state_dict())
-    resumed.restore(tensors, packed)
-    train(second, resumed, range(6, 12))
-    assert resumed.scale.value == (2.0**15 if loss_scaling else 1.0)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, second.state_dict()[name]), name
-    assert torch.equal(whole_loss.log_scale, second_loss.log_scale)
-    for name, tensor in optimizer.state()[0].items():
-        assert resumed.state()[0][name].shape == tensor.shape
-
-    forgotten, forgotten_loss, fresh = make(schedule, **options)
-    forgotten.load_state_dict(first.state_dict())
-    forgotten_loss.load_state_dict(first_loss.state_dict())
-    train(forgotten, fresh, range(6, 12))
-    assert not torch.equal(whole.layer.weight, forgotten.layer.weight), "without its state the optimizer goes elsewhere"
+    second, forgotten = begin(first), begin(first)
+    second[2].restore(tensors, json.loads(json.dumps(packed)))
+    for made in (second, forgotten):
+        train(made[2], range(6, 12))
+    assert second[2].scale.value == (2.0**15 if loss_scaling else 1.0)
+    for mine, theirs in zip(second[:2], whole[:2], strict=True):
+        expected = theirs.state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in mine.state_dict().items())
+    for name, tensor in whole[2].state()[0].items():
+        assert torch.equal(second[2].state()[0][name], tensor), name
+    assert not torch.equal(whole[0].layer.weight, forgotten[0].layer.weight), "without its state it goes elsewhere"

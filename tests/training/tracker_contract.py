@@ -117,6 +117,7 @@ class TrackerContract:
             "train/loss": [(step, 1 / step) for step in range(1, 7)],
             "ranks/loss/0": [(step, step / 8) for step in range(1, 7)],
             "ranks/loss/1": [],  # NaN: the process measured nothing
+            "ranks/tokens/1": [(step, step / 4) for step in range(1, 7)],
             "evaluation/ndcg@10": [(step, step / 16) for step in (2, 4, 6)],
             "result/final/ndcg@10": [(6, 0.6)],
         }
@@ -193,7 +194,7 @@ def tell_steps(trackers: list[Tracker], steps: Sequence[int]) -> None:
     """Tell trackers of steps, of the numbers of two processes, and of an evaluation at every second step."""
     for step in steps:
         tell(trackers, "log", step, {"loss": 1 / step})
-        tell(trackers, "log_ranks", step, {"loss": [step / 8, float("nan")]})
+        tell(trackers, "log_ranks", step, {"loss": [step / 8, float("nan")], "tokens": [float("nan"), step / 4]})
         if step % 2 == 0:
             tell(trackers, "log_evaluation", step, {"ndcg@10": step / 16})
 

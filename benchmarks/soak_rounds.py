@@ -54,6 +54,10 @@ class Profile:
     first_second: float = 0
 
 
+START_SECONDS: Final = 1.0
+"""Python's own start, before a line of ours: it answers an interrupt there with a traceback that nobody can prevent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Disturbance:
     """What happens to a command, and when."""
@@ -92,6 +96,8 @@ def draw(
     first, last = profile.first_second, profile.seconds
     if is_fresh and not scenario.in_ranks:
         first, last = first + (fresh_seconds if scenario.only_finish else 0), last + fresh_seconds
+    if is_fresh and kind != "kill":
+        first = min(max(first, START_SECONDS), last)
     by_clock = is_fresh or kind in BY_CLOCK or rng.random() < 0.5
     seconds = rng.uniform(first, last)
     operation = rng.randrange(profile.first_operation, profile.operations)

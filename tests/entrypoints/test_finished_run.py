@@ -161,7 +161,7 @@ def test_plan_has_the_keys_of_the_contract(finished: Outcome) -> None:
     assert parts.keys() >= {"parameters", "gradients", "optimizer", "activations", "loss", "total"}
     assert parts["total"] == sum(count for part, count in parts.items() if part != "total")
     assert (
-        f"{len(plan['reasons'])} reasons and {len(plan['candidates'])} ways compared: see --plan --details"
+        f"{len(plan['reasons'])} reasons and {len(plan['candidates'])} strategies compared: see --plan --details"
         in finished.flat
     )
     assert "The last batch of each epoch has 4 records instead of 16." in plan["reasons"]

@@ -43,7 +43,10 @@ def test_all_missing_columns_stand_in_one_message(
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
-        ("device=cuda", "a run uses every visible accelerator; choose them with CUDA_VISIBLE_DEVICES=0"),
+        (
+            "device=cuda",
+            "remove it: a run uses every visible accelerator; CUDA_VISIBLE_DEVICES=0 vembed train ... chooses them",
+        ),
         ("gpu=1", "a run uses every visible accelerator"),
         ("cuda=true", "a run uses every visible accelerator"),
         ("val_data_path=none", "to train without one, set eval_strategy to no and name a test_data_path"),
@@ -67,7 +70,7 @@ def test_a_key_that_there_is_not_gets_a_hint_only_where_one_is_near(
             "--learning-rate is a key of the configuration: write --config_override learning",
         ),
         (["--lr=1e-3"], "--lr is a key of the configuration: write --config_override lr=VALUE"),
-        (["--device", "cuda"], "--device: a run uses every visible accelerator"),
+        (["--device", "cuda"], "--device: remove it: a run uses every visible accelerator"),
         (["--no_cuda"], "--no_cuda: hide the GPUs: CUDA_VISIBLE_DEVICES= vembed train"),
         (["--zzz"], "unrecognized arguments: --zzz\n"),
     ],

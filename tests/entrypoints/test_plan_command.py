@@ -47,13 +47,13 @@ def test_a_plan_for_other_devices_reads_no_data_and_writes_nothing(
     out = capsys.readouterr().out
     screen, _, details = out.partition("\nplan\n")
     assert len(screen.splitlines()) <= 24
-    assert "ways to train" not in screen
+    assert "strategies\n" not in screen
     facts = dict(line.split(maxsplit=1) for line in details.splitlines()[:5])
     assert (facts["strategy"], facts["batch"]) == ("ddp", "400 = 100 x 4 processes")
     assert "no data were read: 1,000 records" in out
     assert "enable_gather true: the documents of all devices" in out
     for title in (
-        "ways to train",
+        "strategies",
         "ZeRO stages",
         "decision tree",
         "if a step runs out of memory",

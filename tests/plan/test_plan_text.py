@@ -37,14 +37,14 @@ def test_the_short_form_is_one_screen_with_the_way_its_reason_the_memory_and_the
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
     labels = [line.split()[0] for line in lines if re.match(r"  \w", line)]
-    assert labels == ["model", "data", "way", "why", "memory", "batch", "steps", "time", "note", "more"]
+    assert labels == ["model", "data", "strategy", "why", "memory", "batch", "steps", "time", "note", "more"]
     assert "24 (1.5 epochs of 16), 3 of warmup" in text
     assert re.search(r"memory +\[#*\++\.+\] [\d.]+ of [\d.]+ GiB usable: fits", text)
-    assert re.search(r"\d more notes, \d+ reasons and 2 ways compared: see --plan --details", text)
+    assert re.search(r"\d more notes, \d+ reasons and 2 strategies compared: see --plan --details", text)
     assert "unknown until a step is measured" in text, "a CPU's figures say nothing of its speed"
     assert "about 1:12 for all steps" in explain(made, facts={}, step_seconds=3.0)
     assert "compared: see --details\n" in explain(made, facts={}, details="--details") + "\n"
-    assert "ways to train" not in text
+    assert "strategies\n" not in text
 
 
 def test_keys_without_effect_stand_before_other_notes() -> None:

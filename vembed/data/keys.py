@@ -88,8 +88,8 @@ def _one_dev_set(value: object) -> object:
         )
     if isinstance(value, str) and value.lower() == "none":
         raise ValueError(
-            "must name a set; to train without one, set eval_strategy to no and name a test_data_path: no rows are "
-            "held out, and the last checkpoint counts (without a test set, rows are held out for the verdict)"
+            "name a set, or leave it out: then rows of data_path are held out. To train without a dev set, set "
+            "eval_strategy to no and name a test_data_path; the last checkpoint is the result"
         )
     return value
 

@@ -16,7 +16,7 @@ Embeddings and their gradients are there from the loss to the end of the last ba
 mixed precision makes to the end of the step.
 
 Seconds are rough: operations at a usual share of the device's peak, then bytes over the slowest link, one after the
-other. They order the ways; they promise no throughput.
+other. They order the strategies; they promise no throughput.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The plan in words: on one screen, in full, as a table of all ways; and advice for what a user may do next.
+"""The plan in words: on one screen, in full, as a table of all strategies; and advice for what a user may do next.
 
 The screen has a width and a number of lines, so that these texts are laid out here and are no `Page`: a page leaves
 widths to its renderers. The report of a run shows plan.json as a page.
@@ -57,7 +57,7 @@ def explain(
     """
     hidden = plan.model.keys() - MODEL_FACTS
     rows = [(label, value) for label, value in facts.items() if label not in hidden]
-    rows.append(("way", f"{_strategy(plan)}; computes in {plan.dtype}"))
+    rows.append(("strategy", f"{_strategy(plan)}; computes in {plan.dtype}"))
     rows += [("" if number else "why", reason) for number, reason in enumerate(plan.why[:WHY_LINES])]
     rows += _memory_rows(plan)
     rough = plan.rough_step_seconds
@@ -90,8 +90,8 @@ def explain(
         noted += block
         num_shown += 1
     left = f"{plural(len(plan.notes) - num_shown, 'more note')}, " if num_shown < len(plan.notes) else ""
-    reasons, ways = plural(len(plan.reasons), "reason"), plural(len(plan.candidates), "way")
-    more = f"{left}{reasons} and {ways} compared: see {details}"
+    reasons, compared = plural(len(plan.reasons), "reason"), len(plan.candidates)
+    more = f"{left}{reasons} and {plural(compared, 'strategy', 'strategies')} compared: see {details}"
     return redact("\n".join([*lines, *noted, *_wrapped(f"{INDENT}{'more':<{width}}  ", more)]))
 
 
@@ -187,11 +187,11 @@ def _chunk(plan: Plan) -> str:
     return f"at most {plan.chunks.tokens} padded tokens, {plan.chunks.rows} rows"
 
 
-# All ways -------------------------------------------------------------------------------------------------------------
+# All strategies -------------------------------------------------------------------------------------------------------
 
 HEADER = (
-    "way", "weights", "grads", "adam", "activ.", "loss", "other", "total", "host", "fits", "retain", "speed", "scaling",
-    "sent",
+    "strategy", "weights", "grads", "adam", "activ.", "loss", "other", "total", "host", "fits", "retain", "speed",
+    "scaling", "sent",
 )  # fmt: skip
 
 LEGEND = (
@@ -203,7 +203,7 @@ LEGEND = (
 
 
 def comparison(plan: Plan) -> str:
-    """Return the table of all ways, then the decision tree, the ladder, and more devices."""
+    """Return the table of all strategies, then the decision tree, the ladder, and more devices."""
     rows: list[tuple[str, ...]] = [HEADER]
     for candidate in plan.candidates:
         sizes, way = candidate.bytes_per_device, candidate.way
@@ -231,10 +231,10 @@ def comparison(plan: Plan) -> str:
         numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         table.append("  ".join([row[0].ljust(widths[0]), *numbers]))
     blocks = {
-        "ways to train": (*table, *LEGEND),
+        "strategies": (*table, *LEGEND),
         "ZeRO stages": plan.zero_stages,
         "decision tree": plan.decision_tree,
-        "if a step runs out of memory all the same": plan.oom_ladder,
+        "if a step still runs out of memory": plan.oom_ladder,
         "as devices are added, each with its batch": plan.scaling,
     }
     return "\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in blocks.items() if lines)

@@ -45,6 +45,7 @@ from vembed.models.hub import DTYPES
 from vembed.plan.batch import step_batches
 from vembed.plan.text import comparison, explain, explain_fully
 from vembed.redact import redact
+from vembed.text import plural
 from vembed.training.batches import ask, batch_source, frozen_items, open_batches, teacher_of
 from vembed.training.callbacks import Callbacks, EndEvent
 from vembed.training.compiling import compile_errors_explained, compile_layers
@@ -545,11 +546,11 @@ def _dry_run(run: Run) -> None:
         gradients = [parameter.grad for parameter in run.encoder.parameters() if parameter.grad is not None]
         norm = total_norm(gradients, run.ranks).item()
     _log.info(
-        "dry run: one step of %d queries in %.2f s, %d chunks, loss %.4f, gradient norm %.3g, peak memory %.2f GiB; "
+        "dry run: one step of %d queries in %.2f s, %s, loss %.4f, gradient norm %.3g, peak memory %.2f GiB; "
         "nothing was written",
         batch.structure.num_queries,
         time.perf_counter() - started,
-        result.num_chunks,
+        plural(result.num_chunks, "chunk"),
         result.loss,
         norm,
         peak_memory_bytes(run.device) / (1 << 30),

@@ -1,4 +1,4 @@
-"""The plan on the report's page: its reasons, its settings, and the ways that it compared."""
+"""The plan on the report's page: its reasons, its settings, and the strategies that it compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PEAK_CAPTION = "The total is that of a step's worst moment: the parts, less the 
 
 
 def plan_section(plan: Mapping[str, object]) -> Section:
-    """Return the reasons of the plan, its settings, and the ways that were compared."""
+    """Return the reasons of the plan, its settings, and the strategies that were compared."""
     reasons, settings, tables = plan_parts(plan)
     blocks: list[Block] = []
     if reasons:
@@ -77,7 +77,7 @@ def records_table(key: str, records: Sequence[Mapping[str, str]]) -> Table:
     """Return records of the plan as a table whose columns stand in the order in which they first appear."""
     # Records may lack keys of others: a candidate that doesn't fit has no speed.
     names = list(dict.fromkeys(name for record in records for name in record))
-    # Several ways have the strategy of the chosen one, e.g. with and without gradient checkpointing.
+    # Several candidates have the strategy of the chosen one, e.g. with and without gradient checkpointing.
     marked = {row for row, record in enumerate(records) if record.get("recommended") == "yes"}
     rows = [
         [

@@ -66,7 +66,7 @@ def prepare_step(
     def step(number: int) -> tuple[float, float]:
         result = engine.step(pools, structure, assignment=None if ranks.is_one else case.assignment)
         norm = optimizer.clip_gradients()
-        optimizer.step(optimizer.learning_rate(number))
+        optimizer.step(optimizer.schedule.learning_rate(number))
         optimizer.zero_grad()
         return result.loss, norm
 

@@ -407,7 +407,7 @@ def one_step_at_8b(setting: Setting) -> Iterator[Finding]:
         started = time.perf_counter()
         result = engine.step([pool], structure)
         norm = float(optimizer.clip_gradients())
-        optimizer.step(optimizer.learning_rate(number))
+        optimizer.step(optimizer.schedule.learning_rate(number))
         optimizer.zero_grad()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started

@@ -113,7 +113,7 @@ def train_on(rank: int, settings: list[Sharded], loss_scaling: bool) -> list[Any
         for step in range(2):
             engine.step(pools, case.structure, assignment=assignment, gradient_scale=optimizer.scale.value)
             norms.append(optimizer.clip_gradients())
-            optimizer.step(optimizer.learning_rate(step))
+            optimizer.step(optimizer.schedule.learning_rate(step))
             optimizer.scale.update(overflowed=False)
             optimizer.zero_grad()
         weights = dict(full_tensors(case.encoder, Ranks.of_this_process()))

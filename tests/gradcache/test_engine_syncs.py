@@ -213,7 +213,7 @@ def test_updating_the_weights_waits_once_more_for_the_norm(monkeypatch: pytest.M
     with counted_reads(monkeypatch) as counts:
         assert optimizer.scale.value == 1.0
         assert optimizer.clip_gradients() > 0
-        optimizer.step(optimizer.learning_rate(0))
+        optimizer.step(optimizer.schedule.learning_rate(0))
         optimizer.zero_grad()
         assert loss.temperature == 0.1
     assert counts == {"item": 1}

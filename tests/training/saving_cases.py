@@ -61,7 +61,7 @@ class Run:
             (self.network(x).square().mean() * self.loss.log_scale).backward()
             for module in [self.network] if hasattr(self.network, "reshard") else []:
                 module.reshard()
-            self.optimizer.step(self.optimizer.learning_rate(step))
+            self.optimizer.step(self.optimizer.schedule.learning_rate(step))
             self.optimizer.zero_grad()
 
     def whole(self) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ def give_gradients(optimizer: Optimizer, value: float) -> None:
 def end_step(optimizer: Optimizer, step: int, *, overflowed: bool = False) -> None:
     """End a step as the loop does, once its gradients are accepted or have overflowed."""
     if not overflowed:
-        optimizer.step(optimizer.learning_rate(step))
+        optimizer.step(optimizer.schedule.learning_rate(step))
     optimizer.zero_grad()
     optimizer.scale.update(overflowed=overflowed)
 

@@ -235,7 +235,7 @@ def test_a_run_without_hashes_is_compared_by_its_queries_and_says_so(tmp_path: P
     assert {name for name in ("older", "bare") if any(note.startswith(f"{name}: ") for note in found.notes)} == {
         "older", "bare"
     }  # fmt: skip
-    assert found.config == (), "a key that only one version has is no difference"
+    assert found.config == {}, "a key that only one version has is no difference"
     assert any("new_key" in note for note in found.notes)
 
 
@@ -287,11 +287,11 @@ def test_runs_are_named_by_folders_in_them_and_by_patterns_and_logs_are_passed_o
 
 def test_only_what_differs_is_listed_with_what_auto_became(runs: list[Path]) -> None:
     found = compare_runs(runs)
-    assert {each.name: each.values for each in found.config} == {"learning_rate": ("2e-05", "5e-05", "2e-05")}
-    assert {each.name: each.values[2] for each in found.environment} == {
+    assert found.config == {"learning_rate": ("2e-05", "5e-05", "2e-05")}
+    assert {name: values[2] for name, values in found.environment.items()} == {
         "vembed": "none", "torch": "2.16.0", "device": "none",
     }  # fmt: skip
-    assert found.data == ()
+    assert found.data == {}
     assert "b" * 12 in found.data_sentence
 
 
@@ -300,7 +300,7 @@ def test_other_training_rows_are_told(tmp_path: Path, runs: list[Path]) -> None:
     found = compare_runs(
         [runs[0], write_run(tmp_path / "o", values_of(4), hashes=hashes, report={"data_facts": facts})]
     )
-    assert {each.name: each.values for each in found.data} == {
+    assert found.data == {
         "training records": ("84", "90"),
         "content of the training rows": ("b" * 12, "d" * 12),
     }
@@ -407,7 +407,7 @@ def test_each_query_is_shown_with_what_both_models_put_first(tmp_path: Path) -> 
     assert shown == 10
     for form in (page, text):
         assert form.count("a put first") == form.count("b put first") == shown
-        assert all(change.run.query_id in form for change in (*changes.won, *changes.lost))
+        assert all(example.query_id in form for example, _ in (*changes.won, *changes.lost))
         assert "✗" not in form
         assert "not retrieved" not in form
 

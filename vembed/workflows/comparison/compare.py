@@ -29,7 +29,6 @@ from vembed.redact import redact
 from vembed.text import plural
 from vembed.workflows.comparison.runs import (
     Cost,
-    Difference,
     Run,
     config_differences,
     cost_of,
@@ -41,7 +40,7 @@ from vembed.workflows.comparison.runs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from vembed.evaluation.judge import Verdict
@@ -105,25 +104,13 @@ class PairVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A query whose value changed, with what both models put first."""
-
-    run: Example
-    baseline: Example
-
-    @property
-    def gain(self) -> float:
-        """Return how far the query's value rose."""
-        return self.run.final - self.run.baseline
-
-
-@dataclass(frozen=True, slots=True)
 class Changes:
     """Queries that a run wins and loses against the baseline."""
 
     run: str
-    won: tuple[Change, ...]  # the largest gains first
-    lost: tuple[Change, ...]
+    # Queries with the document that the run put first, and the same of the baseline. The largest gains come first.
+    won: tuple[tuple[Example, Example], ...]
+    lost: tuple[tuple[Example, Example], ...]
     num_won: int
     num_lost: int
     num_queries: int
@@ -137,10 +124,10 @@ class RunComparison:
     runs: tuple[Run, ...]  # the baseline first
     verdicts: tuple[PairVerdict, ...]  # of each run but the baseline
     tables: tuple[SetTable, ...]  # of each set of the baseline
-    config: tuple[Difference, ...]
-    data: tuple[Difference, ...]
+    config: Mapping[str, tuple[str, ...]]  # settings that differ -> value in each run
+    data: Mapping[str, tuple[str, ...]]  # the same of counts, sources and hashes of the data
     data_sentence: str
-    environment: tuple[Difference, ...]
+    environment: Mapping[str, tuple[str, ...]]  # the same of versions and hardware
     costs: tuple[Cost, ...]  # of each run
     changes: tuple[Changes, ...]  # on the set of the baseline's verdict
     task: RetrievalData | None  # of the changes; None where it can't be read any more
@@ -235,10 +222,10 @@ def compare_runs(
         runs=tuple(runs),
         verdicts=tuple(pair_verdicts(first, others, metric, tables)),
         tables=tuple(tables),
-        config=tuple(config_differences(runs)),
-        data=tuple(data_differences(runs)),
+        config=config_differences(runs),
+        data=data_differences(runs),
         data_sentence=data_sentence(runs),
-        environment=tuple(environment_differences(runs)),
+        environment=environment_differences(runs),
         costs=tuple(map(cost_of, runs)),
         changes=tuple(changes),
         task=task,
@@ -491,10 +478,7 @@ def find_changes(
         most_won, most_lost = (
             tuple(
                 # The pair turned around gives the baseline's first document, with the same query and captions.
-                Change(
-                    run=first(query, pairs[query], before, after),
-                    baseline=first(query, pairs[query][::-1], after, before),
-                )
+                (first(query, pairs[query], before, after), first(query, pairs[query][::-1], after, before))
                 for query in queries[:shown]
             )
             for queries in (won, lost)

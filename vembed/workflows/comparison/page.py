@@ -73,9 +73,10 @@ if TYPE_CHECKING:
 
     from vembed.evaluation.judge import VerdictWord
     from vembed.evaluation.report.curves import Curve
+    from vembed.evaluation.report.examples import Example
     from vembed.pages.page import Block
-    from vembed.workflows.comparison.compare import Change, Line, PairWord, RunComparison, SetTable
-    from vembed.workflows.comparison.runs import Cost, Difference, Run
+    from vembed.workflows.comparison.compare import Line, PairWord, RunComparison, SetTable
+    from vembed.workflows.comparison.runs import Cost, Run
 
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 
@@ -233,7 +234,7 @@ def terminal_lines(comparison: RunComparison) -> list[str]:
 def differences_section(comparison: RunComparison) -> Section:
     """Return the settings, the data, versions and hardware that differ, a column for each run."""
     nothing = "Nothing differs that was recorded."
-    parts: list[tuple[str, str, str, str, Sequence[Difference]]] = [
+    parts: list[tuple[str, str, str, str, Mapping[str, tuple[str, ...]]]] = [
         ("Settings", "Setting", "Only settings that differ, with what auto became.", nothing, comparison.config),
         ("Data", "What", comparison.data_sentence, comparison.data_sentence, comparison.data),
         ("Versions and hardware", "What", "Only what differs.", nothing, comparison.environment),
@@ -245,8 +246,7 @@ def differences_section(comparison: RunComparison) -> Section:
             blocks.append(Note(without))
             continue
         rows = [
-            [clip(text, VALUE_CHARACTERS).short for text in (difference.name, *difference.values)]
-            for difference in differences
+            [clip(text, VALUE_CHARACTERS).short for text in (name, *values)] for name, values in differences.items()
         ]
         heads = [head, *_run_heads(comparison)]
         words = frozenset(range(len(heads)))
@@ -344,8 +344,7 @@ def overlays(comparison: RunComparison) -> list[Overlay]:
             sentences.append(f"The line is the mean over 5% of a run's steps around each{faint}.")
         if title.startswith("Dev "):
             sentences.append("The axis doesn't begin at 0.")
-        settings = {difference.name for difference in comparison.config}
-        changing = sorted(settings & {"loss_type", "temperature", "global_batch_size"})
+        changing = sorted(comparison.config.keys() & {"loss_type", "temperature", "global_batch_size"})
         if title == loss.title and changing:
             sentences.append(f"Heights can't be compared between runs that differ in {', '.join(changing)}.")
         missing = [run.name for run, curve in zip(runs, all_curves, strict=True) if curve is None]
@@ -440,7 +439,7 @@ def queries_section(comparison: RunComparison) -> Section | None:
             ),
         ]
         for kind, queries, count in (("Won", changes.won, changes.num_won), ("Lost", changes.lost, changes.num_lost)):
-            rankings = [change_ranking(comparison, changes.run, change) for change in queries]
+            rankings = [change_ranking(comparison, changes.run, *examples) for examples in queries]
             if rankings:
                 title = f"{kind} most by {one_line(changes.run)} ({count_text(count)})"
                 blocks += [Heading(title), *rankings[:OPEN_QUERIES]]
@@ -449,12 +448,17 @@ def queries_section(comparison: RunComparison) -> Section | None:
     return Section("queries", "Queries won and lost", blocks)
 
 
-def change_ranking(comparison: RunComparison, run: str, change: Change) -> Ranking:
-    """Return a query with the document that each of two models put first."""
-    example, results = change.run, []
-    values = f"{metric_text(example.baseline)} → {metric_text(example.final)} ({signed_text(change.gain)})"
-    numbers = [f"{comparison.metric} {values}"]
-    for name, hits in ((comparison.baseline.name, change.baseline.hits), (run, example.hits)):
+def change_ranking(comparison: RunComparison, run: str, example: Example, of_baseline: Example) -> Ranking:
+    """Return a query with the document that each of two models put first.
+
+    Args:
+        example: The query with the document of the run.
+        of_baseline: The same query with that of the baseline.
+    """
+    results = []
+    gain = signed_text(example.final - example.baseline)
+    numbers = [f"{comparison.metric} {metric_text(example.baseline)} → {metric_text(example.final)} ({gain})"]
+    for name, hits in ((comparison.baseline.name, of_baseline.hits), (run, example.hits)):
         if not hits:
             numbers.append(f"{one_line(name)} retrieved nothing")
             continue
@@ -492,8 +496,8 @@ def comparison_document(comparison: RunComparison) -> dict[str, object]:
     """Return the comparison for programs, every number unrounded."""
     names = [run.name for run in comparison.runs]
 
-    def by_run(differences: Sequence[Difference]) -> dict[str, dict[str, str]]:
-        return {difference.name: dict(zip(names, difference.values, strict=True)) for difference in differences}
+    def by_run(differences: Mapping[str, tuple[str, ...]]) -> dict[str, dict[str, str]]:
+        return {name: dict(zip(names, values, strict=True)) for name, values in differences.items()}
 
     def line(shown: Line) -> dict[str, object]:
         verdict = shown.row.verdict
@@ -508,10 +512,9 @@ def comparison_document(comparison: RunComparison) -> dict[str, object]:
             "not_compared": shown.why_not or None,
         }
 
-    def queries(changes: Sequence[Change]) -> list[dict[str, object]]:
+    def queries(changed: Sequence[tuple[Example, Example]]) -> list[dict[str, object]]:
         return [
-            {"query": change.run.query_id, "baseline": change.run.baseline, "run": change.run.final}
-            for change in changes
+            {"query": example.query_id, "baseline": example.baseline, "run": example.final} for example, _ in changed
         ]
 
     return {

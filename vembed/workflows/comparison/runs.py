@@ -277,25 +277,17 @@ def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
     return document
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A setting or a fact that isn't the same in all runs."""
-
-    name: str
-    values: tuple[str, ...]  # of each run
-
-
-def config_differences(runs: Sequence[Run]) -> list[Difference]:
-    """Return the settings that differ between runs which know them."""
+def config_differences(runs: Sequence[Run]) -> dict[str, tuple[str, ...]]:
+    """Return the settings that differ between runs which know them: name -> value in each run."""
     settings = [run.settings for run in runs]
-    differences = []
+    differences = {}
     # A run that doesn't know a key, being older, doesn't differ in it; `unknown_keys` says that it is missing.
     for name in dict.fromkeys(name for values in settings for name in values if name not in OWN_KEYS):
         known = [values[name] for values in settings if name in values]
         # True equals 1 in Python, and isn't the same setting.
         if any(value != known[0] or isinstance(value, bool) != isinstance(known[0], bool) for value in known[1:]):
             texts = (value_text(name, values[name]) if name in values else NOT_KNOWN for values in settings)
-            differences.append(Difference(name, tuple(texts)))
+            differences[name] = tuple(texts)
     return differences
 
 
@@ -310,8 +302,8 @@ def unknown_keys(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def data_differences(runs: Sequence[Run]) -> list[Difference]:
-    """Return how the runs' data differ: counts, sources, and content by its hash."""
+def data_differences(runs: Sequence[Run]) -> dict[str, tuple[str, ...]]:
+    """Return how the runs' data differ (counts, sources, and content by its hash): name -> value in each run."""
     facts = []
     for run in runs:
         rows = [row for row in run.report.get("data_facts") or [] if len(row) == 2 and row[0] != "note"]
@@ -333,18 +325,18 @@ def data_sentence(runs: Sequence[Run]) -> str:
     return f"All runs trained on the same rows (hash {hashes[0][:HASH_CHARACTERS]})."
 
 
-def environment_differences(runs: Sequence[Run]) -> list[Difference]:
-    """Return the versions and the hardware that differ between finished runs."""
+def environment_differences(runs: Sequence[Run]) -> dict[str, tuple[str, ...]]:
+    """Return the versions and the hardware that differ between finished runs: name -> value in each run."""
     return _differences([run.texts("environment") for run in runs])
 
 
-def _differences(facts: Sequence[Mapping[str, str]]) -> list[Difference]:
+def _differences(facts: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
     names = dict.fromkeys(name for known in facts for name in known)
-    return [
-        Difference(name, tuple(known.get(name, NOT_KNOWN if not known else "none") for known in facts))
+    return {
+        name: tuple(known.get(name, NOT_KNOWN if not known else "none") for known in facts)
         for name in names
         if len({known.get(name) for known in facts if known}) > 1
-    ]
+    }
 
 
 @dataclass(frozen=True, slots=True)

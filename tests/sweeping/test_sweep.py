@@ -33,10 +33,10 @@ def test_a_grid_has_every_combination_in_order() -> None:
 
 
 def test_values_with_commas_of_their_own_stay_whole() -> None:
-    (tried,) = parse_tries(["mrl_dims=[64,32],[128,64],null"])
-    assert tried.values == ("[64,32]", "[128,64]", "null")
-    (tried,) = parse_tries(["query_prompt='query, please: ',plain"])
-    assert tried.values == ("'query, please: '", "plain")
+    (values,) = parse_tries(["mrl_dims=[64,32],[128,64],null"]).values()
+    assert values == ("[64,32]", "[128,64]", "null")
+    (values,) = parse_tries(["query_prompt='query, please: ',plain"]).values()
+    assert values == ("'query, please: '", "plain")
 
 
 def test_draws_are_the_same_for_the_same_seed_and_all_different() -> None:
@@ -50,21 +50,21 @@ def test_draws_are_the_same_for_the_same_seed_and_all_different() -> None:
 
 
 def test_a_range_over_decades_is_drawn_by_its_logarithm_and_a_narrow_one_is_not() -> None:
-    wide, narrow = parse_tries(["learning_rate=1e-6..1e-4", "temperature=0.02..0.1"])
-    assert isinstance(wide.values, Range)
-    assert wide.values.is_log
-    assert isinstance(narrow.values, Range)
-    assert not narrow.values.is_log
-    found = [math.log10(float(choice["learning_rate"])) for choice in drawn([wide], 200, seed=0)]
+    wide, narrow = parse_tries(["learning_rate=1e-6..1e-4", "temperature=0.02..0.1"]).values()
+    assert isinstance(wide, Range)
+    assert wide.is_log
+    assert isinstance(narrow, Range)
+    assert not narrow.is_log
+    found = [math.log10(float(choice["learning_rate"])) for choice in drawn({"learning_rate": wide}, 200, seed=0)]
     assert 0.35 < sum(value < -5 for value in found) / len(found) < 0.65
 
 
 def test_a_range_of_a_key_that_takes_fractions_is_not_drawn_in_whole_numbers() -> None:
     tried = parse_tries(["weight_decay=0..1"])
     assert len(drawn(tried, 8, seed=0)) == 8
-    (whole,) = parse_tries(["warmup_steps=0..4"])
-    assert isinstance(whole.values, Range)
-    assert whole.values.whole
+    (whole,) = parse_tries(["warmup_steps=0..4"]).values()
+    assert isinstance(whole, Range)
+    assert whole.whole
 
 
 def test_fewer_combinations_than_asked_for_are_all_taken_and_told(caplog: pytest.LogCaptureFixture) -> None:

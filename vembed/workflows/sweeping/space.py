@@ -73,76 +73,68 @@ class Range:
         return self.text(math.exp(source.uniform(math.log(self.low), math.log(self.high))))
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A key with its values, or with the range that they are drawn from."""
-
-    key: str
-    values: tuple[str, ...] | Range
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """The values to check before anything is trained: all that are listed, or both ends of a range."""
-        if isinstance(self.values, Range):
-            return self.values.text(self.values.low), self.values.text(self.values.high)
-        return self.values
-
-    def draw(self, source: random.Random) -> str:
-        """Return one value at random."""
-        return self.values.draw(source) if isinstance(self.values, Range) else source.choice(self.values)
+Space: TypeAlias = "Mapping[str, tuple[str, ...] | Range]"
+"""Key -> its values, or the range that they are drawn from."""
 
 
-def parse_tries(words: Sequence[str]) -> list[Tried]:
+def values_to_check(values: tuple[str, ...] | Range) -> tuple[str, ...]:
+    """Return the values to check before anything is trained: all that are listed, or both ends of a range."""
+    return (values.text(values.low), values.text(values.high)) if isinstance(values, Range) else values
+
+
+def parse_tries(words: Sequence[str]) -> Space:
     """Read the words of `--try`, each `key=value,value` or `key=low..high`.
 
     Raises:
         ConfigError: A line for each word that can't be used.
     """
-    entries: list[Tried] = []
+    space: dict[str, tuple[str, ...] | Range] = {}
     problems = []
     for word in words:
         try:
-            entry = _parse(word)
+            key, values = _parse(word)
         except ConfigError as error:
             problems.append(f"--try {shown(word)}: {error}")
             continue
         # By what they set, not by their names: `lr` and `learning_rate` are one key.
-        if any({*targets(entry.key)} & {*targets(earlier.key)} for earlier in entries):
-            problems.append(f"--try {shown(word)}: {entry.key} is already tried; list all of its values together")
-        entries.append(entry)
+        if any({*targets(key)} & {*targets(earlier)} for earlier in space):
+            problems.append(f"--try {shown(word)}: {key} is already tried; list all of its values together")
+        space[key] = values
     if problems:
         raise ConfigError("\n".join(problems))
-    return entries
+    return space
 
 
-def grid(tried: Sequence[Tried]) -> list[Choice]:
+def grid(space: Space) -> list[Choice]:
     """Return every combination of the values, the last key changing fastest.
 
     Raises:
         ConfigError: A key has a range, or there are too many combinations.
     """
-    for entry in tried:
-        if isinstance(entry.values, Range):
-            raise ConfigError(
-                f"--try {entry.key}: a grid has no values of a range; list them, or draw some with --random N"
-            )
-    count = math.prod(len(entry.ends) for entry in tried)
+    listed: list[tuple[str, ...]] = []
+    for key, values in space.items():
+        if isinstance(values, Range):
+            raise ConfigError(f"--try {key}: a grid has no values of a range; list them, or draw some with --random N")
+        listed.append(values)
+    count = math.prod(map(len, listed))
     if count > MOST_TRIALS:
         raise ConfigError(f"--try asks for {count:,} trials, more than {MOST_TRIALS:,}; draw some with --random N")
-    keys = [entry.key for entry in tried]
-    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(entry.ends for entry in tried))]
+    return [dict(zip(space, values, strict=True)) for values in itertools.product(*listed)]
 
 
-def drawn(tried: Sequence[Tried], count: int, seed: int) -> list[Choice]:
+def drawn(space: Space, count: int, seed: int) -> list[Choice]:
     """Return different combinations drawn at random, the same for the same seed; all there are, where that is fewer."""
-    has_range = any(isinstance(entry.values, Range) for entry in tried)
-    if not has_range and math.prod(len(entry.ends) for entry in tried) <= count:
-        choices = grid(tried)
+    has_range = any(isinstance(values, Range) for values in space.values())
+    if not has_range and math.prod(len(values_to_check(values)) for values in space.values()) <= count:
+        choices = grid(space)
     else:
         source = random.Random(seed)  # noqa: S311 - nothing here is a secret
         distinct: dict[tuple[str, ...], Choice] = {}
         for _ in range(100 * count):  # of a small space most draws are repeated ones
-            choice = {entry.key: entry.draw(source) for entry in tried}
+            choice = {
+                key: values.draw(source) if isinstance(values, Range) else source.choice(values)
+                for key, values in space.items()
+            }
             distinct.setdefault(tuple(choice.values()), choice)
             if len(distinct) == count:
                 break
@@ -152,13 +144,15 @@ def drawn(tried: Sequence[Tried], count: int, seed: int) -> list[Choice]:
     return choices
 
 
-def corners(tried: Sequence[Tried]) -> Iterator[Choice]:
+def corners(space: Space) -> Iterator[Choice]:
     """Yield combinations in which each value stands once: what can be checked of values that aren't drawn yet."""
-    for number in range(max(len(entry.ends) for entry in tried)):
-        yield {entry.key: entry.ends[min(number, len(entry.ends) - 1)] for entry in tried}
+    checked = {key: values_to_check(values) for key, values in space.items()}
+    for number in range(max(map(len, checked.values()))):
+        yield {key: values[min(number, len(values) - 1)] for key, values in checked.items()}
 
 
-def _parse(word: str) -> Tried:
+def _parse(word: str) -> tuple[str, tuple[str, ...] | Range]:
+    """Read a word of `--try`: its key, and the values or the range."""
     key, equals, text = (part.strip() for part in word.partition("="))
     if not equals or not key:
         raise ConfigError("write KEY=VALUE,VALUE, such as learning_rate=1e-5,2e-5")
@@ -186,13 +180,13 @@ def _parse(word: str) -> Tried:
             target in fields() and "float" in str(fields()[target].annotation) for target in targets(key)
         )
         is_whole = all(re.fullmatch(r"[-+]?\d+", end) for end in (low, high))
-        return Tried(key, Range(first, last, is_whole and not has_fractions))
+        return key, Range(first, last, is_whole and not has_fractions)
     values = _split(text)
     if not all(values):
         raise ConfigError("a value is missing beside a comma; write '' for an empty text and null for none")
     if len(set(values)) < len(values):
         raise ConfigError("a value is listed twice")
-    return Tried(key, tuple(values))
+    return key, tuple(values)
 
 
 def _split(text: str) -> list[str]:

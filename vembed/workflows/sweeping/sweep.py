@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from vembed.config.schema import Config
     from vembed.workflows.sweeping.keys import SweepKeys
-    from vembed.workflows.sweeping.space import Tried
+    from vembed.workflows.sweeping.space import Space
 
 Train: TypeAlias = Callable[[Trial], Outcome]
 
@@ -85,7 +85,7 @@ def run_sweep(keys: SweepKeys, path: Path | None, overrides: Sequence[str], comm
     Raises:
         VembedError: A line for each problem of the options or of a trial's configuration; or all trials failed.
     """
-    tried = parse_tries(keys.tries)
+    space = parse_tries(keys.tries)
     if keys.seed is not None and keys.random is None and keys.optuna is None:
         raise ConfigError("--seed has an effect only with --random or --optuna")
     seed = keys.seed or 0
@@ -93,9 +93,9 @@ def run_sweep(keys: SweepKeys, path: Path | None, overrides: Sequence[str], comm
         import_optuna()
         if keys.halving:
             raise ConfigError("--halving and --optuna both say which trials continue; leave one out")
-        choices = list(corners(tried))  # stand for all that Optuna may suggest
+        choices = list(corners(space))  # stand for all that Optuna may suggest
     else:
-        choices = grid(tried) if keys.random is None else drawn(tried, keys.random, seed)
+        choices = grid(space) if keys.random is None else drawn(space, keys.random, seed)
     trials = [Trial(trial_name(number, choice, of=len(choices)), choice) for number, choice in enumerate(choices, 1)]
     configs = _checked_configs(trials, path, overrides)
     config = configs[trials[0].name]
@@ -123,7 +123,7 @@ def run_sweep(keys: SweepKeys, path: Path | None, overrides: Sequence[str], comm
             print(f"about {show_duration(seconds)} for the first, {in_all} in all")
             return
         with hold_output(folder):
-            request = Request.of(asked, config, _targets(entry.key for entry in tried)).go_on(folder, config)
+            request = Request.of(asked, config, _targets(space)).go_on(folder, config)
             trials = _counted(trials, process, request.steps)
             replace(request, steps={trial.name: trial.steps for trial in trials}).write(folder)
             count, total, line = _amount(keys, trials)
@@ -132,7 +132,7 @@ def run_sweep(keys: SweepKeys, path: Path | None, overrides: Sequence[str], comm
             train = Trials(folder / "trials", process, metric, count, total).train
             if keys.optuna is not None:
                 steps = round(total / count)
-                outcomes = train_optuna(tried, train, metric, count=count, seed=seed, steps=steps, folder=folder)
+                outcomes = train_optuna(space, train, metric, count=count, seed=seed, steps=steps, folder=folder)
             elif keys.halving:
                 outcomes = train_halving(trials, train, metric, lambda trial: configs[trial.name].warmup_steps)
             else:
@@ -320,7 +320,7 @@ def train_halving(
 
 
 def train_optuna(
-    tried: Sequence[Tried], train: Train, metric: str, *, count: int, seed: int, steps: int, folder: Path
+    space: Space, train: Train, metric: str, *, count: int, seed: int, steps: int, folder: Path
 ) -> list[Outcome]:
     """Train trials whose values Optuna suggests, by a tree-structured Parzen estimator, from what came of those before.
 
@@ -341,28 +341,23 @@ def train_optuna(
     backend = optuna.storages.journal.JournalFileBackend(str(journal))
     study = optuna.create_study(storage=optuna.storages.JournalStorage(backend), direction="maximize")
     distributions = {}
-    for entry in tried:
-        values = entry.values
+    for key, values in space.items():
         if not isinstance(values, Range):
-            distributions[entry.key] = optuna.distributions.CategoricalDistribution(list(_kept_values(entry)))
+            distributions[key] = optuna.distributions.CategoricalDistribution(list(_kept_values(key, values)))
         elif values.whole:
             low, high = int(values.low), int(values.high)
-            distributions[entry.key] = optuna.distributions.IntDistribution(low, high, log=values.is_log)
+            distributions[key] = optuna.distributions.IntDistribution(low, high, log=values.is_log)
         else:
-            distributions[entry.key] = optuna.distributions.FloatDistribution(
-                values.low, values.high, log=values.is_log
-            )
+            distributions[key] = optuna.distributions.FloatDistribution(values.low, values.high, log=values.is_log)
     outcomes = []
     for number in range(1, count + 1):
         # A sampler's own random state would be lost with the process.
         study.sampler = optuna.samplers.TPESampler(seed=seed + number)
         asked = study.ask(distributions)
         choice = {}
-        for entry in tried:
-            value = asked.params[entry.key]
-            choice[entry.key] = (
-                entry.values.text(value) if isinstance(entry.values, Range) else _kept_values(entry)[value]
-            )
+        for key, values in space.items():
+            value = asked.params[key]
+            choice[key] = values.text(value) if isinstance(values, Range) else _kept_values(key, values)[value]
         outcome = train(Trial(trial_name(number, choice, of=count), choice, steps=steps))
         outcomes.append(outcome)
         if outcome.dev is None:
@@ -381,8 +376,8 @@ def import_optuna() -> Any:
     return import_extra("optuna", "optuna", "--optuna")
 
 
-def _kept_values(entry: Tried) -> dict[str, str]:
+def _kept_values(key: str, values: Sequence[str]) -> dict[str, str]:
     """Return listed values by the text that the study keeps: of one with a secret its shown text and its number."""
-    shown = [Trial("", {entry.key: value}).shown[entry.key] for value in entry.ends]
-    numbered = enumerate(zip(shown, entry.ends, strict=True), start=1)
+    shown = [Trial("", {key: value}).shown[key] for value in values]
+    numbered = enumerate(zip(shown, values, strict=True), start=1)
     return {text if text == value else f"{text} ({number})": value for number, (text, value) in numbered}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MODULES = (
     "bm25s", "tensorboard", "transformers.models.bert.modeling_bert", "vembed.__main__", "vembed.api.retrieval",
     "vembed.entrypoints.evaluate", "vembed.entrypoints.export", "vembed.evaluation.leaderboard",
-    "vembed.plugins.merge.choose", "vembed.plugins.merge.report", "vembed.vectors.mining",
+    "vembed.plugins.merge.choose", "vembed.vectors.mining",
     "vembed.evaluation.mining_report",
     "vembed.evaluation.report.run_report", "vembed.models.export", "vembed.training.card",
     "vembed.training.run",

@@ -54,9 +54,18 @@ def _run(given: Mapping[str, Any]) -> int:
 
         refuse_wrong_run(loaded.config)  # what would end a run of it is told before the machine is looked at
     # It imports torch, which a bad CONFIG must not wait for.
-    from vembed.workflows.doctor.machine import check_machine, machine_facts, odd_variables, shown_variables
+    from vembed.workflows.doctor.machine import (
+        as_document,
+        check_machine,
+        machine_facts,
+        odd_variables,
+        passed,
+        show_checks,
+        show_facts,
+        show_tests,
+        shown_variables,
+    )
     from vembed.workflows.doctor.self_test import self_tests
-    from vembed.workflows.doctor.show import as_document, passed, show_checks, show_facts, show_tests
 
     facts = machine_facts(Path("." if loaded is None else loaded.config.output_dir))
     odd = odd_variables(os.environ, num_cores=facts.num_cores, num_gpus=len(facts.devices))

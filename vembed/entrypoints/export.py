@@ -80,7 +80,7 @@ def _export(options: ExportOptions, from_checkpoint: Path) -> int:
 
     from vembed.models.export import ExportRequest, export_model
     from vembed.models.names import locate_model
-    from vembed.workflows.publishing.card import card_files, spelled
+    from vembed.workflows.publishing import card_files, spelled
 
     quiet_libraries()
     # Words on the card are refused before the model is loaded, which takes seconds to minutes.

@@ -1,5 +1,5 @@
 """`vembed merge`: one model made of several, their weights mixed, and the mixture chosen on sets to win and to keep.
 
-Here: the command with its keys, the mixture (weights.py), its choice (choose.py) and the report. Training knows nothing
-of it.
+Here: the command with its options, the mixture (weights.py), and its choice with the page of it (choose.py). Training
+knows nothing of it.
 """

@@ -6,7 +6,9 @@ import difflib
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from vembed.distributed.signals import StopSignal
 from vembed.entrypoints.command import command_line, held_output, quiet_libraries, run_command
@@ -14,23 +16,48 @@ from vembed.entrypoints.options import ModelOptions, check, parse_words
 from vembed.errors import ConfigError, ExitCode
 from vembed.evaluation.keys import metrics_that_choose
 from vembed.files import clean_beside, home_path
-from vembed.plugins.merge.keys import WEIGHT_NOISE, MergeKeys, work_folder
-from vembed.section import option, word
+from vembed.section import Count, option, word
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
 
-class MergeOptions(MergeKeys, ModelOptions):
+WEIGHT_NOISE = 1e-6
+"""By which the sum of weights that were written with a few digits may differ from 1."""
+
+
+class MergeOptions(ModelOptions):
     """Merge models that were trained from the same base: mixing some of the old weights back in helps a tuned model to
     keep its earlier abilities. Give the weights, or sets to choose them on.
     """  # noqa: D205 - the sentence that --help prints
 
     headings: ClassVar = {"when weights are chosen": ("guard", "split", "guard_split", "metric", "steps", "batch_size")}
 
+    method: Literal["linear", "slerp"] = option("linear", "how weights are mixed; default: linear")
+    weights: list[float] | None = option(None, "weight of each model; their sum is 1", metavar="W", one_of="weights!")
+    data: list[str] | None = option(None, "dev sets to choose the weights on", metavar="SET", one_of="weights!")
+    guard: list[str] = option([], "sets on which the merged model must stay as good as the first", metavar="SET")
+    split: str | None = option(None, "split of the sets of --data; default: their validation split", metavar="SPLIT")
+    guard_split: str | None = option(None, "split of the sets of --guard; default: that of --split", metavar="SPLIT")
+    metric: str = option("ndcg@10", "metric to choose by; default: ndcg@10", metavar="M")
+    steps: Annotated[int, Field(ge=1)] = option(10, "try weights in steps of 1/N; default: 10", metavar="N")
+    batch_size: Count = option(256, "largest number of items per encoder call", metavar="N")
+    overwrite: bool = option(False, "replace the model that DIR holds")
+
     models: list[str] = word("MODEL", "hub id, local folder, or output of a run; put the one to preserve first")
     output: Path = option(..., "folder to write; must be empty", metavar="DIR")
+
+    @property
+    def targets(self) -> list[str]:
+        """Sets to win on; none where the weights are given."""
+        return self.data or []
+
+    @property
+    def sets(self) -> list[tuple[str, str | None]]:
+        """Path and split of each set: those to win on, then those to keep."""
+        guard_split = self.split if self.guard_split is None else self.guard_split
+        return [*((path, self.split) for path in self.targets), *((path, guard_split) for path in self.guard)]
 
 
 OPTIONS = MergeOptions
@@ -47,10 +74,11 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str) -> int:
     options = check(MergeOptions, given)
     _refuse(options)
     output = home_path(options.output)
+    work = output.with_name(f".{output.name}.merging")  # keeps the evaluations of the choice until the model is written
 
     def clean() -> None:
         clean_beside(output.resolve())
-        shutil.rmtree(work_folder(output), ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
 
     with held_output(output, words, overwrite=options.overwrite, clean=clean) as is_finished:
         if is_finished:
@@ -69,7 +97,9 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str) -> int:
         device = start_runtime(deterministic=False).device
         with StopSignal(advice="evaluations that are done are kept, and the same command continues") as stop:
             dtype = torch.bfloat16 if options.bf16 else None
-            merge_models(options, models, output, device=device, autocast_dtype=dtype, command=command, poll=stop.poll)
+            merge_models(
+                options, models, output, work, device=device, autocast_dtype=dtype, command=command, poll=stop.poll
+            )
     return ExitCode.OK
 
 

@@ -20,9 +20,7 @@ from vembed.evaluation.card_facts import CardFacts, model_facts, written_with
 from vembed.models.export import ExportRequest, stored_dtype, write_encoder
 from vembed.models.load import load_encoder
 from vembed.pages.write import write_page
-from vembed.plugins.merge.choose import choose
-from vembed.plugins.merge.keys import work_folder
-from vembed.plugins.merge.report import merge_headline, merge_page
+from vembed.plugins.merge.choose import choose, merge_headline, merge_page
 from vembed.plugins.merge.weights import Mixture
 from vembed.redact import redact
 from vembed.vectors.encode import ItemEncoder, encoding_budget
@@ -38,13 +36,14 @@ if TYPE_CHECKING:
     from vembed.models.export import Exported
     from vembed.models.exportable import Form
     from vembed.models.keys import ModelKeys
-    from vembed.plugins.merge.keys import MergeKeys
+    from vembed.plugins.merge.command import MergeOptions
 
 
 def merge_models(
-    keys: MergeKeys,
+    options: MergeOptions,
     models: Sequence[ModelKeys],
     output: Path,
+    work: Path,
     *,
     device: torch.device,
     autocast_dtype: torch.dtype | None,
@@ -55,6 +54,7 @@ def merge_models(
 
     Args:
         models: At least two; the first one is to be preserved, and its dtype is that of the merged model.
+        work: Folder of the evaluations of the choice; it goes away once the model is written.
         device: Where the mixtures are evaluated.
         poll: Called in long loops; raises to stop.
 
@@ -65,28 +65,28 @@ def merge_models(
     # Sets are read before models are loaded: a bad row costs no loading.
     sets = [
         read(path, "validation", split=split, user_names=("--data or --guard", "--split or --guard-split")).judged()
-        for path, split in keys.sets
+        for path, split in options.sets
     ]
     # Means of float32 weights, whatever is stored: rounding each model first would lose small differences.
     encoders = [load_encoder(model.model_copy(update={"torch_dtype": "float32"})).eval() for model in models]
     # Hashing reads every weight: only results that are kept need to know whose they are.
-    identities = tuple(digest(model_key(encoder)) for encoder in encoders) if keys.weights is None else ()
+    identities = tuple(digest(model_key(encoder)) for encoder in encoders) if options.weights is None else ()
     mixture = Mixture(encoders, names)
     del encoders  # the mixture holds copies of their weights, and one encoder
-    weights, pages = keys.weights, output.with_name(f"{output.name}-report")
+    weights, pages = options.weights, output.with_name(f"{output.name}-report")
     if weights is None:
         encoder = mixture.encoder.to(device)
         encode = ItemEncoder(
-            encoder, encoding_budget(encoder, device, keys.batch_size), device, autocast_dtype, poll=poll
+            encoder, encoding_budget(encoder, device, options.batch_size), device, autocast_dtype, poll=poll
         )
-        choice = choose(keys, mixture, encode, sets, identities=identities, folder=work_folder(output), poll=poll)
+        choice = choose(options, mixture, encode, sets, identities=identities, folder=work, poll=poll)
         weights = list(choice.chosen.weights)
-        facts = {"method": keys.method, "vembed": vembed.__version__, "torch": version("torch")}
+        facts = {"method": options.method, "vembed": vembed.__version__, "torch": version("torch")}
         write_page(pages, merge_page(choice, names, facts, command))
         print(merge_headline(choice))
     # The last mixture that was tried isn't the chosen one.
-    mixture.take(weights, keys.method)
-    title, record = redact(output.name), {"models": names, "weights": list(weights), "method": keys.method}
+    mixture.take(weights, options.method)
+    title, record = redact(output.name), {"models": names, "weights": list(weights), "method": options.method}
 
     def files(encoder: Encoder, form: Form) -> Mapping[str, str]:
         card = CardFacts(
@@ -102,13 +102,13 @@ def merge_models(
         )
         return {CARD_FILE: render_card(card), "merge.json": json.dumps(record, indent=2) + "\n"}
 
-    request = ExportRequest(keys=models[0], output=output, overwrite=keys.overwrite)
+    request = ExportRequest(keys=models[0], output=output, overwrite=options.overwrite)
     exported = write_encoder(mixture.encoder.to("cpu"), request, stored_dtype(models[0]), files, poll=poll)
     print(
         f"read back by {' and '.join(exported.readers)}: {exported.num_items} sample items, largest difference "
         f"{exported.difference:.2g}\n{exported.form} folder: {redact(str(output))}"
     )
-    if keys.weights is None:  # the model is whole: its evaluations, which a stopped start would need, can go
-        shutil.rmtree(work_folder(output), ignore_errors=True)
+    if options.weights is None:  # the model is whole: its evaluations, which a stopped start would need, can go
+        shutil.rmtree(work, ignore_errors=True)
         print(f"report: {redact(str(pages / 'report.html'))}")
     return exported

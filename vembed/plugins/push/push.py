@@ -36,7 +36,7 @@ from vembed.models.names import locate_model
 from vembed.models.vision import HEAD_FOLDER
 from vembed.redact import holds_token, redact
 from vembed.section import facts_of
-from vembed.workflows.publishing.card import card_files, spelled
+from vembed.workflows.publishing import card_files, spelled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,4 +1,8 @@
-"""The card of a model that is written for others: by `vembed export`, and by `vembed push`."""
+"""The card of a model that is written for others, by `vembed export` and `vembed push`.
+
+In: the records of its run, and what its owner says. Out: the files beside a written model. Not here: how an encoder is
+written (models), how a card reads (evaluation/card.py), and the way to the hub (plugins/push).
+"""
 
 from __future__ import annotations
 

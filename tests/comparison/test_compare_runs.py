@@ -288,10 +288,10 @@ def test_runs_are_named_by_folders_in_them_and_by_patterns_and_logs_are_passed_o
 def test_only_what_differs_is_listed_with_what_auto_became(runs: list[Path]) -> None:
     found = compare_runs(runs)
     assert found.config == {"learning_rate": ("2e-05", "5e-05", "2e-05")}
-    assert {each.name: each.values[2] for each in found.environment} == {
+    assert {name: values[2] for name, values in found.environment.items()} == {
         "vembed": "none", "torch": "2.16.0", "device": "none",
     }  # fmt: skip
-    assert found.data == ()
+    assert found.data == {}
     assert "b" * 12 in found.data_sentence
 
 
@@ -300,7 +300,7 @@ def test_other_training_rows_are_told(tmp_path: Path, runs: list[Path]) -> None:
     found = compare_runs(
         [runs[0], write_run(tmp_path / "o", values_of(4), hashes=hashes, report={"data_facts": facts})]
     )
-    assert {each.name: each.values for each in found.data} == {
+    assert found.data == {
         "training records": ("84", "90"),
         "content of the training rows": ("b" * 12, "d" * 12),
     }

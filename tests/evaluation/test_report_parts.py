@@ -283,7 +283,7 @@ def test_a_large_set_is_sampled_with_what_is_relevant_to_its_queries() -> None:
     made = build_geometry(encoded(task, rng.normal(size=(900, 16)), rng.normal(size=(300, 16))))
     assert made is not None
     documents, queries = (
-        {each.identifier for each in made.points if each.side == side} for side in ("document", "query")
+        {identifier for kind, identifier, *_ in made.points if kind == side} for side in ("document", "query")
     )
     assert (len(documents), len(queries)) == (MAP_DOCUMENTS, MAP_QUERIES)
     assert all(name in documents for query in queries for name in task.qrels[query])

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import ContrastiveBatch, ImageLimits
-    from vembed.data.table import ItemTable, RecordTable
+    from vembed.data.table import RecordTable
     from vembed.distributed.ranks import Ranks
     from vembed.models.encoder import Encoder
     from vembed.models.keys import ModelKeys
@@ -236,10 +236,16 @@ class PairTeacher:
             raise ConfigError(
                 f"teacher_model_name: the cross-encoder {keys.model_name} reads texts, and the data hold more"
             )
-        self._pairs = RecordPairs.of(records)
-        self.num_bytes = 4 * len(self._pairs.ids)
+        # Distinct pairs of a query and one of its row's documents, ids ascending. `ids` and `take` make them `Items` of
+        # a store.
+        (_, queries), (rows, positives), (more, negatives) = map(records.numbers, get_args(ItemColumn))
+        numbers = np.stack([queries[np.concatenate([rows, more])], np.concatenate([positives, negatives])], axis=1)
+        self._items = records.items
+        self.ids, first_N = np.unique(_pair_ids(*records.items.ids[numbers].T), return_index=True)
+        self._numbers_N2 = numbers[first_N]  # of query and document in the table of items
+        self.num_bytes = 4 * len(self.ids)
         self.note = (
-            f"the teacher {keys.model_name}, a cross-encoder, scores {len(self._pairs.ids):,} pairs of a query and "
+            f"the teacher {keys.model_name}, a cross-encoder, scores {len(self.ids):,} pairs of a query and "
             f"one of its row's documents once, before step 1; {show_bytes(self.num_bytes)} of scores go to {folder}"
         )
 
@@ -265,9 +271,14 @@ class PairTeacher:
                 yield Encoded(scores_N1, 0)
 
         words = "the teacher's scores", "set teacher_cache to a folder on another disk"
-        scores_N1 = VectorStore(self._folder, "pairs", key, *words, shared=True).get(self._pairs, score, ranks)
+        scores_N1 = VectorStore(self._folder, "pairs", key, *words, shared=True).get(self, score, ranks)
         self._load.cache_clear()
-        return partial(_give_scores, self._pairs.ids, scores_N1[:, 0])
+        return partial(_give_scores, self.ids, scores_N1[:, 0])
+
+    def take(self, rows: NDArray[np.int64]) -> list[tuple[str, str]]:
+        """Return the texts of some pairs."""
+        queries, documents = (texts_of(self._items.at(numbers)) for numbers in self._numbers_N2[rows].T)
+        return list(zip(queries, documents, strict=True))
 
     def identity(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> Key:
         """Return the key of its scores."""
@@ -297,28 +308,6 @@ def _own_pairs(documents_Q: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return each row's query with each of its own documents, (P, 2)."""
     rows = np.repeat(np.arange(len(documents_Q)), documents_Q)
     return np.stack([rows, np.arange(len(rows))], axis=1)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordPairs:
-    """Distinct pairs of a query and one of its row's documents, ids ascending."""
-
-    ids: NDArray[np.int64]  # (N,)
-    numbers_N2: NDArray[np.int64]  # of query and document in the table of items
-    items: ItemTable
-
-    @classmethod
-    def of(cls, records: RecordTable) -> RecordPairs:
-        """Collect the pairs of all rows."""
-        (_, queries), (rows, positives), (more, negatives) = map(records.numbers, get_args(ItemColumn))
-        numbers = np.stack([queries[np.concatenate([rows, more])], np.concatenate([positives, negatives])], axis=1)
-        ids_N, first_N = np.unique(_pair_ids(*records.items.ids[numbers].T), return_index=True)
-        return cls(ids_N, numbers[first_N], records.items)
-
-    def take(self, rows: NDArray[np.int64]) -> list[tuple[str, str]]:
-        """Return the texts of some pairs."""
-        queries, documents = (texts_of(self.items.at(numbers)) for numbers in self.numbers_N2[rows].T)
-        return list(zip(queries, documents, strict=True))
 
 
 def _pair_ids(query_ids_P: NDArray[np.int64], document_ids_P: NDArray[np.int64]) -> NDArray[np.int64]:

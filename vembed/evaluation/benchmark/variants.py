@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import faiss
@@ -190,48 +191,13 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Searcher:
-    """An index and what stands between it and the model's vectors."""
+    """A way to search the vectors of a set, and the memory that it takes."""
 
-    index: Any  # FAISS index, float or binary, or an `ExactIndex`
-    shortened: Callable[[NDArray[np.float32]], NDArray[np.float32]]  # keeps the dimensions that the index has
-    bytes_per_document: float  # memory that the index takes for each document
-    rescored: int  # candidates for each hit that are ranked by the full vectors; 0 for none
-    documents_DE: NDArray[np.float32]  # the full vectors
-
-    @property
-    def rescoring_bytes(self) -> float:
-        """Bytes of each document that rescoring reads, which may lie on disk."""
-        return 4.0 * self.documents_DE.shape[1] if self.rescored else 0.0
-
-    def search(
-        self, query_vectors_QE: NDArray[np.float32], *, k: int, poll: Callable[[], None] | None = None
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return scores and rows of the k best documents, (Q, k) each; row -1 where fewer were found."""
-        wanted = k * max(1, self.rescored)
-        scores, rows = search_index(self.index, self.shortened(query_vectors_QE), k=wanted, poll=poll)
-        if self.rescored:
-            return rescore(self.documents_DE, query_vectors_QE, rows, k=min(k, len(self.documents_DE)))
-        return scores, rows
-
-
-@dataclass(frozen=True, slots=True)
-class MaxSimSearcher:
-    """The same for documents of several vectors each, compared by exact MaxSim."""
-
-    documents: Ragged
-    tie_ranks_D: NDArray[np.int64] | None = None  # as `search_maxsim` takes them
-    rescoring_bytes: float = 0.0
-
-    @property
-    def bytes_per_document(self) -> float:
-        """Memory that the vectors take for each document, on average."""
-        return self.documents.values.nbytes / len(self.documents.lengths)
-
-    def search(
-        self, queries: Ragged, *, k: int, poll: Callable[[], None] | None = None
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return scores and rows of the k best documents, (Q, k) each."""
-        return search_maxsim(self.documents, queries, k=k, tie_ranks_D=self.tie_ranks_D, poll=poll)
+    # Queries (Q, E), or several vectors of each; k; poll -> scores and rows of the k best documents, (Q, k) each; row
+    # -1 where fewer were found.
+    search: Callable[..., tuple[NDArray[np.float32], NDArray[np.int64]]]
+    bytes_per_document: float  # memory that an index takes for each document
+    rescoring_bytes: float = 0.0  # of each document that rescoring reads, which may lie on disk
 
 
 def time_queries(searcher: Any, queries: Vectors, *, k: int, poll: Callable[[], None] | None = None) -> Timing:
@@ -261,8 +227,10 @@ def time_queries(searcher: Any, queries: Vectors, *, k: int, poll: Callable[[], 
     return Timing(p50, p95, p99, len(times))
 
 
-def build_searcher(document_vectors_DE: Vectors, variant: Variant, tie_ranks_D: NDArray[np.int64] | None = None) -> Any:
-    """Build the index of a variant.
+def build_searcher(
+    document_vectors_DE: Vectors, variant: Variant, tie_ranks_D: NDArray[np.int64] | None = None
+) -> Searcher:
+    """Build the index of a variant; documents of several vectors each are compared by exact MaxSim.
 
     Args:
         tie_ranks_D: Of exact search: which of equal scores are kept at the cut, the lowest ranks first.
@@ -271,13 +239,15 @@ def build_searcher(document_vectors_DE: Vectors, variant: Variant, tie_ranks_D: 
         ConfigError: FAISS can't build the index for these documents.
     """
     if isinstance(document_vectors_DE, Ragged):
-        return MaxSimSearcher(document_vectors_DE, tie_ranks_D)
-    dimension = variant.dimension
+        ragged = document_vectors_DE
+        bytes_per_document = ragged.values.nbytes / len(ragged.lengths)
+        return Searcher(partial(search_maxsim, ragged, tie_ranks_D=tie_ranks_D), bytes_per_document)
+    full_DE, dimension = document_vectors_DE, variant.dimension
 
     def shortened(vectors_NE: NDArray[np.float32]) -> NDArray[np.float32]:
         return vectors_NE if dimension is None else truncated(vectors_NE, dimension)
 
-    documents_DE = shortened(document_vectors_DE)
+    documents_DE = shortened(full_DE)
     dim = documents_DE.shape[1]
     if variant.precision != "float32":
         index = quantized_index(documents_DE, variant.precision)
@@ -287,7 +257,16 @@ def build_searcher(document_vectors_DE: Vectors, variant: Variant, tie_ranks_D: 
     else:
         index = build_index(documents_DE, variant.index)
         size = _written_bytes(index) / len(documents_DE)
-    return Searcher(index, shortened, size, variant.rescored, document_vectors_DE)
+
+    def search(
+        queries_QE: NDArray[np.float32], *, k: int, poll: Callable[[], None] | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        scores, rows = search_index(index, shortened(queries_QE), k=k * max(1, variant.rescored), poll=poll)
+        if not variant.rescored:
+            return scores, rows
+        return rescore(full_DE, queries_QE, rows, k=min(k, len(full_DE)))
+
+    return Searcher(search, size, 4.0 * full_DE.shape[1] if variant.rescored else 0.0)
 
 
 def truncated(vectors_NE: NDArray[np.float32], dimension: int) -> NDArray[np.float32]:

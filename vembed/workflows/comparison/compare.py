@@ -28,8 +28,8 @@ from vembed.pages.text import one_line, p_text, signed_text
 from vembed.redact import redact
 from vembed.text import plural
 from vembed.workflows.comparison.runs import (
-    Cost,
     Run,
+    RunCost,
     config_differences,
     cost_of,
     data_differences,
@@ -128,7 +128,7 @@ class RunComparison:
     data: Mapping[str, tuple[str, ...]]  # the same of counts, sources and hashes of the data
     data_sentence: str
     environment: Mapping[str, tuple[str, ...]]  # the same of versions and hardware
-    costs: tuple[Cost, ...]  # of each run
+    costs: tuple[RunCost, ...]  # of each run
     changes: tuple[Changes, ...]  # on the set of the baseline's verdict
     task: RetrievalData | None  # of the changes; None where it can't be read any more
     notes: tuple[str, ...]  # what is odd about the runs, one sentence each

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.report.examples import Example
     from vembed.pages.page import Block
     from vembed.workflows.comparison.compare import Line, PairWord, RunComparison, SetTable
-    from vembed.workflows.comparison.runs import Cost, Run
+    from vembed.workflows.comparison.runs import Run, RunCost
 
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 
@@ -268,16 +268,16 @@ def costs_table(comparison: RunComparison) -> Table:
         text = NOT_KNOWN if value is None else show(value)
         return Cell(text, "" if planned is None else f"planned {show(planned)}")
 
-    def steps(cost: Cost) -> str:
+    def steps(cost: RunCost) -> str:
         planned = cost.steps_planned
         of = "" if planned in (None, cost.steps_done) else f" of {count_text(planned or 0)}"
         return f"{count_text(cost.steps_done)}{of}"
 
-    def batch(cost: Cost) -> str:
+    def batch(cost: RunCost) -> str:
         return "" if cost.global_batch_size is None else count_text(cost.global_batch_size)
 
     # A row is a fact and a column a run: facts are few and known, runs may be many, and the table scrolls sideways.
-    lines: dict[str, Callable[[Cost], str | Cell]] = {
+    lines: dict[str, Callable[[RunCost], str | Cell]] = {
         "Device": lambda cost: cost.device,
         "Strategy x processes": lambda cost: " x ".join(filter(None, (cost.strategy, str(cost.processes or "")))),
         "Global batch": batch,

@@ -340,7 +340,7 @@ def _differences(facts: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class RunCost:
     """Time and memory of a run; a number that isn't known is None."""
 
     device: str
@@ -358,7 +358,7 @@ class Cost:
     planned_step_seconds: float | None  # of as many steps, on a device whose speed the plan knows
 
 
-def cost_of(run: Run) -> Cost:
+def cost_of(run: Run) -> RunCost:
     """Return what a run took, from its rows; what only a report knows is empty without one."""
     settled = settled_rows(run.rows)  # without the first step, which compiles and fills caches
     seconds = [value for row in run.rows if math.isfinite(value := finite(row.get("step_seconds")))]
@@ -375,7 +375,7 @@ def cost_of(run: Run) -> Cost:
         evaluating = evaluation_seconds(run.folder / "evaluation") or None
     except (OSError, ValueError, TypeError, KeyError):
         evaluating = None  # of a broken file, which a note of the run tells of
-    return Cost(
+    return RunCost(
         device=run.texts("environment").get("device", NOT_KNOWN),
         strategy=" ".join(filter(None, (str(run.plan.get("strategy") or ""), str(run.plan.get("mode") or "")))),
         processes=run.plan.get("world_size"),

@@ -171,7 +171,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, bag: Path) -> None:
         vembed.load(tmp_path / "nothing")
     with pytest.raises(vembed.ConfigError, match="model_revision to the commit"):
         vembed.load(bag, trust_remote_code=True, model_revision="main")
-    with pytest.raises(vembed.ConfigError, match="no use for query_prompt"):
+    with pytest.raises(vembed.ConfigError, match="query_prompt or document_prompt has no effect with "):
         vembed.load(bag, query_prompt="ask: ")
     with pytest.raises(vembed.MachineError, match="device 'nonsense'"):
         vembed.load(bag, device="nonsense")

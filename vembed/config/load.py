@@ -388,7 +388,7 @@ def _judge_foreign(name: str, setting: Setting, settings: Mapping[str, Setting],
     row, value = names.foreign(name, setting.value), show_value(setting.value)
     are_set = {key for key, other in settings.items() if other.value is not None}
     if row is None:
-        text = f"must be true or false, got {value}; it is a key of other trainers, and decides nothing here"
+        text = f"must be true or false, got {value}; it is a key of other trainers and has no effect here"
     elif row.verdict == "refused":
         text = f"{value}: {row.text}"
     elif row.goes_with is not None and (row.goes_with in are_set) != row.value:

@@ -57,14 +57,19 @@ def flip_byte(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-def reseal(folder: Path) -> None:
-    """Make sizes and checksums of a checkpoint right again, as far as its manifest can be read."""
+def seal(manifest: Path, body: dict[str, Any]) -> None:
+    """Write a manifest with its own checksum."""
+    body = {key: value for key, value in body.items() if key != "checksum"}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    manifest.write_text(json.dumps({**body, "checksum": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def reseal(folder: Path, **changes: Any) -> None:
+    """Change a manifest, and make its sizes and checksums right again, as far as it can be read."""
     path = folder / "manifest.json"
-    body = json.loads(path.read_bytes())
-    body.pop("checksum", None)
+    body = json.loads(path.read_bytes()) | changes
     for name, entry in body["files"].items():
         if (folder / name).is_file():
             content = (folder / name).read_bytes()
             entry.update(size=len(content), sha256=hashlib.sha256(content).hexdigest())
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    path.write_text(json.dumps({**body, "checksum": hashlib.sha256(text.encode()).hexdigest()}))
+    seal(path, body)

@@ -1,17 +1,15 @@
 """Full disks and wrong bytes: the checkpoint before always loads. Faults at any write are in test_fault_table.py."""
 
-import hashlib
 import json
 import os
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_cases import assert_is_step, flip_byte, names_in, reseal, save_step
+from checkpoint_cases import assert_is_step, flip_byte, names_in, reseal, save_step, seal
+from kit.faults import largest_file
 
 from vembed.checkpoint.format import FutureCheckpointError, InvalidCheckpointError
 from vembed.checkpoint.manager import CheckpointManager
@@ -67,17 +65,6 @@ def test_only_our_own_leftovers_are_cleared(tmp_path: Path) -> None:
         (tmp_path / name / "file").write_text("x")
     save_step(CheckpointManager(tmp_path), 1)
     assert names_in(tmp_path) == [".saving-my-notes", "LATEST", "other", "step-00000001", "step-notes"]
-
-
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """Let the kernel refuse to make any file larger than this."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_refuses_in_the_middle_of_a_file_loses_nothing_and_training_goes_on(
@@ -168,37 +155,31 @@ def test_one_wrong_bit_anywhere_is_seen(tmp_path: Path, name: str) -> None:
     validate(folder)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["flip", "truncate", "empty", "missing", "no manifest", "empty folder", "a file", "a link to nothing", "a fifo"],
-)
+def in_place_of(folder: Path, make: Callable[[Path], object]) -> None:
+    shutil.rmtree(folder)
+    make(folder)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flip": lambda folder: flip_byte(folder / "model.safetensors", -1),
+    "truncate": lambda folder: os.truncate(path := folder / "model.safetensors", path.stat().st_size - 1),
+    "empty": lambda folder: os.truncate(folder / "model.safetensors", 0),
+    "missing": lambda folder: (folder / "model.safetensors").unlink(),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "a fifo": lambda folder: ((folder / "model.safetensors").unlink(), os.mkfifo(folder / "model.safetensors")),
+    "empty folder": lambda folder: in_place_of(folder, Path.mkdir),
+    "a file": lambda folder: in_place_of(folder, lambda path: path.write_text("{}")),
+    "a link to nothing": lambda folder: in_place_of(folder, lambda path: path.symlink_to("nowhere")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_broken_newest_checkpoint_is_skipped_with_one_warning_and_refused_when_named(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = two_steps(tmp_path)
     newest = tmp_path / "step-00000002"
-    model = newest / "model.safetensors"
-    if damage == "flip":
-        flip_byte(model, model.stat().st_size - 1)
-    elif damage == "truncate":
-        os.truncate(model, model.stat().st_size - 1)
-    elif damage == "empty":
-        os.truncate(model, 0)
-    elif damage == "missing":
-        model.unlink()
-    elif damage == "no manifest":
-        (newest / "manifest.json").unlink()
-    elif damage == "a fifo":
-        model.unlink()
-        os.mkfifo(model)
-    else:
-        shutil.rmtree(newest)
-        if damage == "empty folder":
-            newest.mkdir()
-        elif damage == "a file":
-            newest.write_text("{}")
-        else:
-            newest.symlink_to(tmp_path / "nowhere")
+    DAMAGE[damage](newest)
     assert_is_step(manager.load("auto"), 1)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "step-00000002 skipped" in caplog.text
@@ -238,13 +219,10 @@ def test_json_of_another_shape_is_skipped_although_its_checksums_are_right(
     content = json.loads((newest / name).read_text())
     content[key] = value
     (newest / name).write_text(json.dumps(content))
-    if key != "files":
-        reseal(newest)
+    if key == "files":
+        seal(newest / name, content)
     else:
-        body = {each: content[each] for each in content if each != "checksum"}
-        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-        checksum = hashlib.sha256(text.encode()).hexdigest()
-        (newest / name).write_text(json.dumps({**body, "checksum": checksum}))
+        reseal(newest)
     assert_is_step(manager.load("auto"), 1)
     assert "step-00000002 skipped" in caplog.text
     assert words in caplog.text
@@ -295,12 +273,7 @@ def test_when_every_checkpoint_is_broken_auto_does_not_start_over(
 
 def set_version(folder: Path, version: int) -> None:
     """Rewrite a manifest as another format version would, its checksum right."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["checksum"]
-    manifest["format_version"] = version
-    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    manifest["checksum"] = hashlib.sha256(text.encode()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    reseal(folder, format_version=version)
 
 
 def test_a_future_version_is_refused_not_skipped_and_the_known_one_loads(tmp_path: Path) -> None:
@@ -322,7 +295,6 @@ def test_a_manifest_that_points_out_of_its_folder_is_refused(tmp_path: Path) -> 
     newest = tmp_path / "step-00000002"
     manifest = json.loads((newest / "manifest.json").read_text())
     manifest["files"]["../step-00000001/model.safetensors"] = manifest["files"].pop("model.safetensors")
-    (newest / "manifest.json").write_text(json.dumps(manifest))
-    set_version(newest, 1)
+    seal(newest / "manifest.json", manifest)
     with pytest.raises(InvalidCheckpointError, match="names files that no checkpoint has"):
         manager.load(newest)

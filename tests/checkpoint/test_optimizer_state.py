@@ -44,6 +44,21 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         optimizer.step()
 
 
+Saved = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def trained(make: Callable[[nn.Module], Optimizer] = adamw, *, steps: int = 1) -> tuple[Any, Optimizer, Saved]:
+    """Return a model, its optimizer, and what is saved of that."""
+    model = tiny_model()
+    optimizer = make(model)
+    train(model, optimizer, range(steps))
+    return model, optimizer, pack_optimizer(optimizer, names_of(model))
+
+
+def unpack(model: nn.Module, optimizer: Optimizer, saved: Saved) -> None:
+    unpack_optimizer(optimizer, names_of(model), tensors=saved[0], packed=saved[1])
+
+
 def assert_same_state(left: Optimizer, right: Optimizer, names: dict[Tensor, str], other: dict[Tensor, str]) -> None:
     left_tensors, left_packed = pack_optimizer(left, names)
     right_tensors, right_packed = pack_optimizer(right, other)
@@ -67,10 +82,7 @@ MAKERS: list[Callable[[nn.Module], Optimizer]] = [
 def test_a_resumed_optimizer_takes_the_same_steps_as_one_that_never_stopped(
     tmp_path: Path, make: Callable[[nn.Module], Optimizer]
 ) -> None:
-    straight = tiny_model()
-    straight_optimizer = make(straight)
-    train(straight, straight_optimizer, range(3))
-    tensors, packed = pack_optimizer(straight_optimizer, names_of(straight))
+    straight, straight_optimizer, (tensors, packed) = trained(make, steps=3)
     manager = CheckpointManager(tmp_path)
     parts = {"model": straight.state_dict(), "optimizer": tensors}
     manager.save(3, tensors=parts, state={"optimizer": packed}, stamp=STAMP, best=False)
@@ -82,7 +94,7 @@ def test_a_resumed_optimizer_takes_the_same_steps_as_one_that_never_stopped(
     assert loaded is not None
     resumed.load_state_dict(dict(loaded.tensors["model"]))
     saved: Any = loaded.state["optimizer"]
-    unpack_optimizer(resumed_optimizer, names_of(resumed), tensors=loaded.tensors["optimizer"], packed=saved)
+    unpack(resumed, resumed_optimizer, (dict(loaded.tensors["optimizer"]), saved))
     assert_same_state(straight_optimizer, resumed_optimizer, names_of(straight), names_of(resumed))
 
     before = copy.deepcopy(straight.state_dict())
@@ -100,10 +112,9 @@ def test_state_in_another_dtype_than_the_parameters_comes_back_in_its_own() -> N
     train(model, optimizer, range(2))
     for state in optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].float() + 1e-6
-    tensors, packed = pack_optimizer(optimizer, names_of(model))
     fresh_model = tiny_model(dtype=torch.bfloat16)
     fresh = adamw(fresh_model)
-    unpack_optimizer(fresh, names_of(fresh_model), tensors=tensors, packed=packed)
+    unpack(fresh_model, fresh, pack_optimizer(optimizer, names_of(model)))
     state = fresh.state[next(fresh_model.parameters())]
     assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.float32, torch.bfloat16)
     assert_same_state(optimizer, fresh, names_of(model), names_of(fresh_model))
@@ -132,49 +143,41 @@ def test_hyper_parameters_come_back_and_those_of_a_scheduler_too() -> None:
 
 
 def test_state_follows_names_when_the_order_of_parameters_changes() -> None:
-    model, turned = tiny_model(), tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, range(2))
-    tensors, packed = pack_optimizer(optimizer, names_of(model))
-    reversed_optimizer = torch.optim.AdamW(list(turned.parameters())[::-1])
-    unpack_optimizer(reversed_optimizer, names_of(turned), tensors=tensors, packed=packed)
+    _, _, saved = trained(steps=2)
+    turned = tiny_model()
+    groups = [[p for p in [*turned.parameters()][::-1] if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    unpack(turned, optimizer, saved)
     for parameter, name in names_of(turned).items():
-        assert torch.equal(reversed_optimizer.state[parameter]["exp_avg"], tensors[f"exp_avg/{name}"])
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], saved[0][f"exp_avg/{name}"])
 
 
-def test_a_parameter_that_never_had_a_gradient_has_no_state_before_or_after() -> None:
-    model, fresh_model = tiny_model(), tiny_model()
-    optimizer, fresh = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(fresh_model.parameters())
+def test_what_never_had_a_gradient_has_no_state_before_or_after() -> None:
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters())
     model[0].weight.requires_grad_(False)
     train(model, optimizer, range(1))
-    tensors, packed = pack_optimizer(optimizer, names_of(model))
-    assert "exp_avg/0.weight" not in tensors
-    assert "exp_avg/0.bias" in tensors
-    train(fresh_model, fresh, range(1))
-    unpack_optimizer(fresh, names_of(fresh_model), tensors=tensors, packed=packed)
+    saved = pack_optimizer(optimizer, names_of(model))
+    assert "exp_avg/0.weight" not in saved[0]
+    assert "exp_avg/0.bias" in saved[0]
+    fresh_model, fresh, _ = trained(lambda model: torch.optim.AdamW(model.parameters()))
+    unpack(fresh_model, fresh, saved)
     assert fresh_model[0].weight not in fresh.state
     assert fresh_model[0].bias in fresh.state
 
-
-def test_an_optimizer_that_never_stepped_round_trips() -> None:
-    model = tiny_model()
-    tensors, packed = pack_optimizer(adamw(model), names_of(model))
-    assert tensors == {}
-    optimizer = adamw(model)
-    unpack_optimizer(optimizer, names_of(model), tensors=tensors, packed=packed)
-    assert len(optimizer.state) == 0
+    untouched, never, nothing = trained(steps=0)
+    assert nothing[0] == {}
+    unpack(untouched, never, nothing)
+    assert len(never.state) == 0
 
 
 def test_training_on_changes_nothing_in_what_was_unpacked() -> None:
-    model = tiny_model()
-    optimizer = adamw(model)
-    train(model, optimizer, range(1))
-    tensors, packed = pack_optimizer(optimizer, names_of(model))
+    _, _, (tensors, packed) = trained()
     stored = {key: tensor.clone() for key, tensor in tensors.items()}
-    resumed_model = tiny_model()
-    resumed = adamw(resumed_model)
-    unpack_optimizer(resumed, names_of(resumed_model), tensors=stored, packed=packed)
-    train(resumed_model, resumed, range(1, 3))
+    model = tiny_model()
+    resumed = adamw(model)
+    unpack(model, resumed, (stored, packed))
+    train(model, resumed, range(1, 3))
     assert all(torch.equal(stored[key], tensors[key]) for key in tensors)
 
 
@@ -196,44 +199,33 @@ def half_frozen(model: nn.Sequential) -> nn.Sequential:
 def test_state_of_another_optimizer_is_refused_and_nothing_changes(
     make: Callable[[], nn.Module], optimizer_of: Callable[[nn.Module], Optimizer], message: str
 ) -> None:
-    source = tiny_model()
-    optimizer = adamw(source)
-    train(source, optimizer, range(1))
-    tensors, packed = pack_optimizer(optimizer, names_of(source))
+    _, _, saved = trained()
     model = make()
     other = optimizer_of(model)
     train(model, other, range(1))
     before = copy.deepcopy(pack_optimizer(other, names_of(model))[0])
     with pytest.raises(ConfigError, match=message):
-        unpack_optimizer(other, names_of(model), tensors=tensors, packed=packed)
+        unpack(model, other, saved)
     after = pack_optimizer(other, names_of(model))[0]
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    same = tiny_model()
-    unpack_optimizer(adamw(same), names_of(same), tensors=tensors, packed=packed)
 
 
 def test_missing_and_unexpected_tensors_are_refused() -> None:
-    model = tiny_model()
-    optimizer = adamw(model)
-    train(model, optimizer, range(1))
-    tensors, packed = pack_optimizer(optimizer, names_of(model))
+    model, _, (tensors, packed) = trained()
     fewer = {key: tensor for key, tensor in tensors.items() if key != "exp_avg/0.weight"}
-    with pytest.raises(InvalidCheckpointError, match=r"Missing: exp_avg/0.weight"):
-        unpack_optimizer(adamw(model), names_of(model), tensors=fewer, packed=packed)
-    with pytest.raises(InvalidCheckpointError, match=r"Not expected: exp_avg/9.weight"):
-        unpack_optimizer(
-            adamw(model), names_of(model), tensors=tensors | {"exp_avg/9.weight": torch.ones(1)}, packed=packed
-        )
-    unpack_optimizer(adamw(model), names_of(model), tensors=tensors, packed=packed)
+    more = tensors | {"exp_avg/9.weight": torch.ones(1)}
+    for wrong, message in ((fewer, "Missing: exp_avg/0.weight"), (more, "Not expected: exp_avg/9.weight")):
+        with pytest.raises(InvalidCheckpointError, match=message):
+            unpack(model, adamw(model), (wrong, packed))
+    unpack(model, adamw(model), (tensors, packed))
 
 
 def test_a_parameter_without_a_name_and_a_value_without_json_are_refused() -> None:
-    model = tiny_model()
+    model, optimizer, _ = trained()
     names = {parameter: name for parameter, name in names_of(model).items() if name != "0.weight"}
     with pytest.raises(ValueError, match=r"shape \(8, 4\) has no name"):
-        pack_optimizer(adamw(model), names)
+        pack_optimizer(optimizer, names)
     tensor_lr = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     with pytest.raises(ValueError, match="lr is a Tensor"):
         pack_optimizer(tensor_lr, names_of(model))
-    pack_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1), names_of(model))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import PIL.Image
 import pytest
+from kit.rows import png
+from kit.runs import write_rows
 
 from vembed.checkpoint.format import FileEntry, Manifest, write_manifest
 from vembed.config.load import load_values
@@ -25,13 +25,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"query": f"q{n}", "positive": f"p{n}"}) + "\n" for n in range(3)))
-    return path
+    return write_rows(tmp_path / "rows.jsonl", [{"query": f"q{n}", "positive": f"p{n}"} for n in range(3)])
 
 
-def configured(data: Path, **values: object) -> Config:
-    given = {"model_name": "builtin:ngram-bag", "data_path": str(data), "output_dir": str(data.parent / "out")}
+def configured(path: Path, **values: object) -> Config:
+    given = {"model_name": "builtin:ngram-bag", "data_path": str(path), "output_dir": str(path.parent / "out")}
     return load_values(given | values, {}).config
 
 
@@ -92,19 +90,14 @@ def test_rows_that_may_be_dropped_and_columns_of_later_files_are_not_judged_earl
 def with_pictures(folder: Path, layout: str) -> Path:
     """Write ten captions and their pictures, as a JSONL file or as a BEIR folder."""
     for number in range(10):
-        PIL.Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+        (folder / f"{number}.png").write_bytes(png(f"rgb({number},0,0)", (8, 8)))
     if layout == "jsonl":
         rows = [{"caption": f"red {number}", "image": f"{number}.png"} for number in range(10)]
-        (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return folder / "pairs.jsonl"
-    (folder / "qrels").mkdir()
-    judgements = "".join(f"q{number}\t{number}\t1\n" for number in range(10))
-    (folder / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + judgements)
-    for file, rows in {
-        "queries.jsonl": [{"_id": f"q{number}", "text": f"red {number}"} for number in range(10)],
-        "corpus.jsonl": [{"_id": str(number), "image": f"{number}.png"} for number in range(10)],
-    }.items():
-        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return write_rows(folder / "pairs.jsonl", rows)
+    judgements = (f"q{number}\t{number}\t1" for number in range(10))
+    write_rows(folder / "qrels" / "train.tsv", ["query-id\tcorpus-id\tscore", *judgements])
+    write_rows(folder / "queries.jsonl", [{"_id": f"q{number}", "text": f"red {number}"} for number in range(10)])
+    write_rows(folder / "corpus.jsonl", [{"_id": str(number), "image": f"{number}.png"} for number in range(10)])
     return folder
 
 
@@ -209,11 +202,10 @@ LISTED = [
 
 @pytest.mark.parametrize("keys", LISTED)
 def test_a_loss_of_hard_negatives_alone_is_refused_where_no_row_has_any(data: Path, keys: dict[str, object]) -> None:
-    rows = [json.loads(line) for line in data.open()]
-    if "label_kind" in keys:
-        rows = [row | {"label": grade} for grade, row in enumerate(rows, 1)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mined = "" if "label_kind" in keys else "let the run find some (mine=once), "
+    graded = "label_kind" in keys
+    rows = [{"query": f"q{n}", "positive": f"p{n}"} | ({"label": n + 1} if graded else {}) for n in range(3)]
+    write_rows(data, rows)
+    mined = "" if graded else "let the run find some (mine=once), "
     name = "hardness_mode" if "hardness_mode" in keys else "triplet_negatives"
     with pytest.raises(DataError) as refused:
         load_data(configured(data, **keys, val_data_path=str(data)))
@@ -221,38 +213,31 @@ def test_a_loss_of_hard_negatives_alone_is_refused_where_no_row_has_any(data: Pa
         f"{data}: {name} {keys[name]} learns from the hard negatives of rows, and no row has any; add the column "
         f"negatives, {mined}or set {name} to another value"
     )
-    if "label_kind" not in keys:
+    if not graded:
         load_data(configured(data, **keys, val_data_path=str(data), mine="once"))
-    rows[0] |= {"negatives": ["none of it"]} | ({"label": [1, 0]} if "label_kind" in keys else {})
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows[0] |= {"negatives": ["none of it"]} | ({"label": [1, 0]} if graded else {})
+    write_rows(data, rows)
     load_data(configured(data, **keys, val_data_path=str(data)))
 
 
 @pytest.mark.parametrize(
-    ("keys", "more"),
+    ("loss", "keys", "more"),
     [
-        ({"triplet_negatives": "listed", "loss": "triplet"}, {}),
-        ({"label_kind": "grade", "loss": "margin_mse"}, {"positive": ["a", "b"], "label": [3, 1]}),
+        ("triplet", {"triplet_negatives": "listed"}, {}),
+        ("margin_mse", {"label_kind": "grade"}, {"positive": ["a", "b"], "label": [3, 1]}),
     ],
 )
 def test_a_source_without_what_its_own_loss_learns_from_is_refused(
-    data: Path, keys: dict[str, object], more: dict[str, object]
+    data: Path, loss: str, keys: dict[str, object], more: dict[str, Any]
 ) -> None:
-    rows = [json.loads(line) | more for line in data.open()]
-    data.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    other = data.with_name("other.jsonl")
+    rows: list[Any] = [{"query": f"q{number}", "positive": f"p{number}"} | more for number in range(3)]
     others = [{"query": f"q{number}", "positive": f"p{number}", "negatives": ["n"]} for number in range(3)]
-    other.write_text("".join(json.dumps(row) + "\n" for row in others))
-    loss, more_keys = keys["loss"], {key: value for key, value in keys.items() if key != "loss"}
-
-    def load(path: Path) -> None:
-        sources = [{"path": str(path), "loss": loss}, {"path": str(other)}]
-        given = {"model_name": "m", "data": sources, "source_batches": "single", "val_data_path": str(other)}
-        load_data(load_values(given | more_keys, {}).config)
-
+    other = write_rows(data.with_name("other.jsonl"), others)
+    sources = [{"path": str(write_rows(data, rows)), "loss": loss}, {"path": str(other)}]
+    config = configured(data, data_path=None, data=sources, source_batches="single", val_data_path=str(other), **keys)
     with pytest.raises(DataError, match="learns from the hard negatives of rows, and no row has any") as refused:
-        load(data)
+        load_data(config)
     assert str(refused.value).startswith(f"{data}: ")
     rows[0] |= {"negatives": ["none of it"]} | ({"label": [3, 1, 0]} if more else {})
-    data.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    load(data)
+    write_rows(data, rows)
+    load_data(config)

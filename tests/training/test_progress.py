@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from kit.runs import write_rows
 
 from vembed.evaluation.next_steps import next_commands
 from vembed.plan.batch import Steps
@@ -30,24 +31,18 @@ if TYPE_CHECKING:
 STEPS = Steps(total=1000, per_epoch=100, warmup=10, eval_every=300)
 METRICS = {"epoch": 0.01, "loss": 4.05, "grad_norm": 15.53, "learning_rate": 0.0, "samples_per_second": 9.0}
 KEYS: dict[str, Any] = {
+    **dict.fromkeys(("test_data_path", "test_data_split", "val_data_path", "val_data_split", "image_root")),
     "data_path": "train.jsonl",
-    "test_data_path": None,
-    "test_data_split": None,
-    "val_data_path": None,
-    "val_data_split": None,
     "column_mapping": {},
-    "image_root": None,
     "label_kind": "auto",
     "plugins": (),
     "trust_remote_code": False,
 }
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0:00"), (40, "0:40"), (192, "3:12"), (59.6, "1:00"), (3725, "1:02:05")]
-)
-def test_durations_read_as_on_a_clock(seconds: float, text: str) -> None:
-    assert show_duration(seconds) == text
+def test_durations_read_as_on_a_clock() -> None:
+    shown = {0.4: "0:00", 40: "0:40", 192: "3:12", 59.6: "1:00", 3725: "1:02:05"}
+    assert {seconds: show_duration(seconds) for seconds in shown} == shown
 
 
 def test_the_lines_of_a_run_stand_in_columns_and_all_but_the_last_tell_the_time_left() -> None:
@@ -58,10 +53,8 @@ def test_the_lines_of_a_run_stand_in_columns_and_all_but_the_last_tell_the_time_
     for word in ("epoch", "loss", "norm", "lr", "/s"):
         assert first.index(word) == last.index(word), word
     assert last.endswith("/s")
-    shorter = step_line(
-        METRICS | later, Steps(total=500, per_epoch=100, warmup=10, eval_every=None), 10, seconds_left=754
-    )
-    assert len(shorter) <= 82
+    shorter = Steps(total=500, per_epoch=100, warmup=10, eval_every=None)
+    assert len(step_line(METRICS | later, shorter, 10, seconds_left=754)) <= 82
 
 
 def test_the_time_left_counts_later_steps_and_the_evaluations_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +77,15 @@ def test_the_time_left_counts_later_steps_and_the_evaluations_to_come(monkeypatc
     assert clock.seconds_left(STEPS, 900) == 100 * 2 + 50 + 30, "test and guard sets, as for the untrained model"
 
 
+def write_seconds(folder: Path, seconds: dict[str, float]) -> None:
+    """Write how long evaluations took."""
+    for name, value in seconds.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "metrics.json").write_text(json.dumps({"seconds": value}))
+
+
 def test_a_run_that_goes_on_reads_how_long_its_last_evaluations_will_take(tmp_path: Path) -> None:
-    for name, seconds in (("baseline", 20), ("guard-1/baseline", 5), ("guard-2/baseline", 3), ("step-0", 9)):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "metrics.json").write_text(json.dumps({"seconds": seconds}))
+    write_seconds(tmp_path, {"baseline": 20, "guard-1/baseline": 5, "guard-2/baseline": 3, "step-0": 9})
     clock = RunClock()
     clock.go_on(tmp_path)
     clock.add_step(2.0)
@@ -111,14 +109,9 @@ def test_the_total_counts_the_whole_run_after_a_resume(monkeypatch: pytest.Monke
 
 
 def test_earlier_evaluations_count_once_each(tmp_path: Path) -> None:
-    seconds = {"step-0": 2.5, "baseline": 2.5, "step-8": 3.0, "baseline-reversed": 9.0}
-    for name, value in seconds.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.json").write_text(json.dumps({"seconds": value}))
+    write_seconds(tmp_path, {"step-0": 2.5, "baseline": 2.5, "step-8": 3.0, "baseline-reversed": 9.0})
     assert evaluation_seconds(tmp_path) == 5.5, "a copy and a search in reverse are part of another"
-    for name, value in {"test-1/baseline": 4.0, "guard-2/baseline": 4.0}.items():
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "metrics.json").write_text(json.dumps({"seconds": value}))
+    write_seconds(tmp_path, {"test-1/baseline": 4.0, "guard-2/baseline": 4.0})
     assert evaluation_seconds(tmp_path) == 13.5, "further sets count too, also where they took as long as each other"
 
 
@@ -126,9 +119,7 @@ def test_a_time_is_measured_only_in_a_run_that_was_planned_alike(tmp_path: Path)
     alike = dict.fromkeys(SAME_SPEED, 1)
     plan = cast("Plan", SimpleNamespace(to_json=lambda: {**alike, "steps": 9}))
     output = OutputFolder(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": n, "step_seconds": n}) + "\n" for n in (1, 2, 4))
-    )
+    write_rows(tmp_path / "metrics.jsonl", [{"step": n, "step_seconds": n} for n in (1, 2, 4)])
     assert measured_step_seconds(output, plan) is None, "nothing says how that run was planned"
     (tmp_path / "model").mkdir()
     for content, expected in ((alike, 3), (alike | {"batch_size": 64}, None), ("bent", None)):

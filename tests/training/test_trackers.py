@@ -6,22 +6,18 @@ import importlib
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import tomllib
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from kit.faults import largest_file
 
 from vembed.errors import MachineError
 from vembed.registry import TRACKERS
 from vembed.training.trackers import JsonlTracker, Tracker, open_trackers, read_rows, refuse_missing_packages, tell
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture
@@ -138,17 +134,6 @@ def test_what_is_no_file_is_refused(path: Path) -> None:
     path.mkdir()
     with pytest.raises(MachineError, match="it is no file"):
         JsonlTracker(path).say_lost(3)
-
-
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """Let the kernel refuse to make any file larger than this."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_refuses_a_row_stops_the_run_and_the_torn_row_is_gone_after_the_resume(path: Path) -> None:

@@ -21,9 +21,8 @@ from torch.utils.data import dataloader
 
 import vembed.training.batches as made
 import vembed.training.loading as room
-from vembed.batch import Image
+from vembed.batch import Augmentation, Image
 from vembed.config.schema import Config
-from vembed.data.augment import Augmenter
 from vembed.data.images import ImageError
 from vembed.data.read import read
 from vembed.data.sampler import GlobalSampler
@@ -74,13 +73,13 @@ def records_of(rows: Path) -> LoadedRecords:
     return read(str(rows), "train").records()
 
 
-def source_of(rows: Path, model: str = "builtin:tiny-clip", *, augmenter: Augmenter | None = None) -> BatchSource:
+def source_of(rows: Path, model: str = "builtin:tiny-clip", *, augmentation: Augmentation | None = None) -> BatchSource:
     torch.manual_seed(1)
     records = records_of(rows).table
     encoder = load_encoder(ModelKeys(model_name=model), ["noise"])
     sampler = GlobalSampler(len(records), batch_size=BATCH, seed=3)
     assert sampler.batches_per_epoch == STEPS_PER_EPOCH
-    changes = Augmenter("strong", flip=True, seed=3) if augmenter is None else augmenter
+    changes = Augmentation("strong", flip=True, seed=3) if augmentation is None else augmentation
     return BatchSource(records, sampler, encoder, torch.device("cpu"), changes, counts_masked=True)
 
 
@@ -206,7 +205,7 @@ def test_a_worker_has_one_thread_and_no_weights_and_leaves_signals_to_its_parent
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
     source = source_of(rows)
     num_weights = sum(parameter.numel() for parameter in source.encoder.parameters())
-    spy = Spy(source.records, source.sampler, source.encoder, source.device, source.augmenter)
+    spy = Spy(source.records, source.sampler, source.encoder, source.device, source.augmentation)
     with pytest.raises(DataError) as caught, loader_of(spy, 1) as loader:
         loader.batch(0)
     facts = json.loads(str(caught.value))
@@ -249,7 +248,7 @@ class Broken(BatchSource):
 
 def test_a_bug_in_a_worker_keeps_its_traceback(rows: Path) -> None:
     source = source_of(rows)
-    broken = Broken(source.records, source.sampler, source.encoder, source.device, source.augmenter)
+    broken = Broken(source.records, source.sampler, source.encoder, source.device, source.augmentation)
     with pytest.raises(KeyError, match=r"(?s)DataLoader worker process 0.*in features.*a bug of ours"):  # noqa: SIM117
         with loader_of(broken, 1) as loader:
             loader.batch(0)
@@ -336,7 +335,7 @@ class Slow(BatchSource):
 def test_a_worker_that_is_at_something_long_is_not_waited_for(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "CLOSE_SECONDS", 0.5)
     source = source_of(rows)
-    slow = Slow(source.records, source.sampler, source.encoder, source.device, source.augmenter)
+    slow = Slow(source.records, source.sampler, source.encoder, source.device, source.augmentation)
     with loader_of(slow, 2) as loader:
         loader.batch(0)
         workers = loader._workers

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_batch_loading import source_of, write_rows
 
-from vembed.data.augment import Augmenter
+from vembed.batch import Augmentation
 from vembed.training.loop import batch_seed
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from vembed.batch import Features, Item, Side
     from vembed.training.batches import FeaturedBatch
 
-PLAIN = Augmenter("none", flip=False, seed=0)
+PLAIN = Augmentation("none", flip=False, seed=0)
 
 
 def of_ranks(rows: Path, world_size: int, step: int) -> list[FeaturedBatch]:
-    source = source_of(rows, augmenter=PLAIN)
+    source = source_of(rows, augmentation=PLAIN)
     return [replace(source, rank=rank, world_size=world_size).features(step) for rank in range(world_size)]
 
 
@@ -35,7 +35,7 @@ def real_slots(featured: FeaturedBatch) -> list[int]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_ranks_make_each_row_of_the_same_batch_once(tmp_path: Path, world_size: int) -> None:
     rows = write_rows(tmp_path)
-    alone = source_of(rows, augmenter=PLAIN).features(0)
+    alone = source_of(rows, augmentation=PLAIN).features(0)
     shared = of_ranks(rows, world_size, 0)
     num_rows = alone.structure.num_queries + alone.structure.num_documents
     assert sorted(slot for each in shared for slot in real_slots(each)) == list(range(num_rows))
@@ -51,7 +51,7 @@ def test_the_ranks_make_each_row_of_the_same_batch_once(tmp_path: Path, world_si
 
 
 def test_each_rank_reads_its_own_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = source_of(write_rows(tmp_path), augmenter=PLAIN)
+    source = source_of(write_rows(tmp_path), augmentation=PLAIN)
     featurize, num_items = type(source.encoder).featurize, 0
 
     def counted(encoder: Any, items: Sequence[Item], side: Side) -> Features:
@@ -85,7 +85,7 @@ def test_a_rank_without_a_row_of_a_modality_gets_a_spare_one_so_that_all_call_ev
     assert spares == [[-1]] * len(spares)
     assert spares
     assert all(len(features) == len(slots) for each in shared for features, slots in each.parts)
-    source = source_of(tmp_path / "rows.jsonl", augmenter=PLAIN)
+    source = source_of(tmp_path / "rows.jsonl", augmentation=PLAIN)
     num_cut = 0
     for each in shared:
         cut = tuple((replace(features, num_truncated=len(slots)), slots) for features, slots in each.parts)

@@ -36,11 +36,19 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:
-    """Random change of a picture when it is decoded; equal values give equal pixels."""
+    """Random change of a picture when it is decoded; equal values give equal pixels.
 
-    strength: Strength
-    flip: bool  # whether it may be mirrored, left to right
+    That of a run has the run's seed, from which each picture gets one of its own (data/augment.py).
+    """
+
+    strength: Strength  # "none" leaves the pixels alone
+    flip: bool  # whether half of the pictures are mirrored, left to right
     seed: int
+
+    @property
+    def acts(self) -> bool:
+        """True where a picture may be changed."""
+        return self.flip or self.strength != "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def printed_lines(*, to_stderr: bool = False, errors_only: bool = False) -> Iterator[None]:
+def printed_lines(*, to_stderr: bool = False, errors_only: bool) -> Iterator[None]:
     """Print what is logged inside the block; a program that calls it keeps its own logging.
 
     Args:

@@ -9,7 +9,7 @@ import PIL.Image
 import pytest
 
 from vembed.batch import Augmentation, Composed, Image, ImageLimits, Strength, content_id
-from vembed.data.augment import LEAST_SIDE, SMALL_SIDE, Augmenter, augmented
+from vembed.data.augment import LEAST_SIDE, SMALL_SIDE, augmented, augmented_record
 from vembed.data.collate import collate
 from vembed.data.images import decode_image
 from vembed.data.table import Record
@@ -61,24 +61,27 @@ def test_equal_augmentations_give_equal_pixels_and_other_seeds_give_others(stren
 
 
 def test_each_place_of_each_record_in_each_epoch_is_changed_in_its_own_way() -> None:
-    augmenter = Augmenter("strong", flip=False, seed=7)
+    augmentation = Augmentation("strong", flip=False, seed=7)
     seen = [
         image.augmentation
         for row, epoch in itertools.product(range(5), range(3))
-        for image in images_of(augmenter.record(record(), row=row, epoch=epoch))
+        for image in images_of(augmented_record(record(), augmentation, row=row, epoch=epoch))
     ]
     assert len(seen) == 5 * 3 * 4
     assert len(set(seen)) == len(seen)
-    other = Augmenter("strong", flip=False, seed=8).record(record(), row=0, epoch=0)
+    other = augmented_record(record(), Augmentation("strong", flip=False, seed=8), row=0, epoch=0)
     assert not {image.augmentation for image in images_of(other)} & set(seen)
-    assert augmenter.record(record(), row=2, epoch=1) == augmenter.record(record(), row=2, epoch=1)
+    one, same = (augmented_record(record(), augmentation, row=2, epoch=1) for _ in range(2))
+    assert one == same
 
 
 def test_each_picture_of_an_item_is_changed_in_its_own_way() -> None:
     image = Image("a.png", encoded(noise()))
-    augmenter = Augmenter("strong", flip=False, seed=7)
+    augmentation = Augmentation("strong", flip=False, seed=7)
     one, two = (
-        augmenter.record(Record(Composed((image,) * count, ""), ("text",), (), None, "rows:1"), row=0, epoch=0)
+        augmented_record(
+            Record(Composed((image,) * count, ""), ("text",), (), None, "rows:1"), augmentation, row=0, epoch=0
+        )
         for count in (1, 2)
     )
     assert isinstance(one.query, Composed)
@@ -88,7 +91,7 @@ def test_each_picture_of_an_item_is_changed_in_its_own_way() -> None:
 
 
 def test_texts_and_the_order_of_items_stay() -> None:
-    before, after = record(), Augmenter("light", flip=False, seed=0).record(record(), row=0, epoch=0)
+    before, after = record(), augmented_record(record(), Augmentation("light", flip=False, seed=0), row=0, epoch=0)
     assert after.positives[2] == "a text"
     assert isinstance(after.positives[1], Composed)
     assert after.positives[1].text == "in red"
@@ -97,7 +100,7 @@ def test_texts_and_the_order_of_items_stay() -> None:
 
 
 def test_none_leaves_the_record_as_it_is_and_a_flip_alone_only_mirrors() -> None:
-    assert Augmenter("none", flip=False, seed=0).record(record(), row=0, epoch=0) == record()
+    assert augmented_record(record(), Augmentation("none", flip=False, seed=0), row=0, epoch=0) == record()
     picture = noise()
     mirrored = picture.transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT)
     results = [changed(picture, "none", seed, flip=True).tobytes() for seed in SEEDS]
@@ -223,6 +226,6 @@ def test_the_identity_of_a_picture_is_that_of_its_file_however_it_is_changed(tmp
     assert content_id(plain) == content_id(other)
     assert plain != other
     assert pixels(plain) != pixels(other)
-    batch = collate([Augmenter("light", flip=False, seed=0).record(record(), row=0, epoch=0)], [0])
+    batch = collate([augmented_record(record(), Augmentation("light", flip=False, seed=0), row=0, epoch=0)], [0])
     ids = [*batch.query_ids_Q.tolist(), batch.document_ids_D[0], batch.document_ids_D[3]]
     assert len(set(ids)) == 1, "copies of a positive are still known as such"

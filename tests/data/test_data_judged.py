@@ -73,11 +73,11 @@ def test_which_split_is_read(
     for name in names.split():
         (tmp_path / f"qrels/{name}.tsv").write_text(QRELS)
     if isinstance(expected, str):
-        chosen, notes = find_split(tmp_path, split, role)
+        chosen, notes = find_split(tmp_path, split, role, "split")
         assert (chosen, bool(notes)) == (expected, names in ("test", "all"))
     else:
         with pytest.raises(expected):
-            find_split(tmp_path, split, role)
+            find_split(tmp_path, split, role, "split")
 
 
 def test_test_judgements_are_trained_on_only_when_named(beir_files: Path) -> None:

@@ -11,7 +11,7 @@ from test_engine import CPU, gradients, make_loss
 from torch.utils.flop_counter import FlopCounterMode
 
 from vembed.batch import Features, Ragged
-from vembed.gradcache.chunks import ChunkBudget, Pool, Retention, plan_calls, plan_chunks
+from vembed.gradcache.chunks import ChunkBudget, Pool, plan_calls, plan_chunks
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 
@@ -113,6 +113,6 @@ def test_an_encoder_without_trainable_parts_is_encoded_once_and_the_other_is_exa
 @pytest.mark.parametrize(("share", "tokens", "kept"), [(1.0, 24, 2), (1.0, 23, 1), (0.2, 1000, 5), (1.0, 0, 0)])
 def test_kept_graphs_stay_within_the_tokens_that_memory_has_room_for(share: float, tokens: int, kept: int) -> None:
     case = equal_lengths(make_case(dropout=0.0, negatives=1))
-    calls = plan_calls(case.pools, np.arange(27), ChunkBudget(1, 10**6), Retention(share, tokens), CPU)
+    calls = plan_calls(case.pools, np.arange(27), ChunkBudget(1, 10**6), CPU, retain=share, retain_tokens=tokens)
     assert {call.chunk.padded_tokens for call in calls} == {12}
     assert [call.retained for call in calls] == [False] * (27 - kept) + [True] * kept

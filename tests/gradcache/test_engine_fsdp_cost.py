@@ -56,13 +56,13 @@ def test_collectives_of_each_mode_are_those_of_its_row_in_the_table(two_ranks: R
 
 def numbers_on(rank: int, retain: float) -> list[tuple[int, list[bool], list[int]]]:
     """Return for each pool the calls, which are retained and how many vectors each has a place for."""
-    from vembed.gradcache.chunks import ChunkBudget, Retention
+    from vembed.gradcache.chunks import ChunkBudget
 
     case = case_of(Sharded(encoder="clip"))
     assignment = assignment_of(case, "uneven")
     pools = pools_of(case, assignment.slots[rank], spare=True)
     device = torch.device("cpu")
-    calls = plan_calls(pools, assignment.positions(rank), ChunkBudget(2, 10**6), Retention(retain), device)
+    calls = plan_calls(pools, assignment.positions(rank), ChunkBudget(2, 10**6), device, retain=retain)
     together = equal_calls(calls, pools, Ranks.of_this_process(), device)
     of_pools = [[call for call in together if call.pool is pool] for pool in pools]
     return [(len(own), [call.retained for call in own], [len(call.positions) for call in own]) for own in of_pools]

@@ -107,7 +107,7 @@ def test_sources_of_one_loss_share_it_with_its_parameters_and_bounds() -> None:
 def test_the_plan_counts_the_largest_of_the_losses() -> None:
     size = ModelSize.__new__(ModelSize)
     parts = (LossTiles(4, 2, "matrix"), LossTiles(4, 0, "pairs"))
-    rows = BatchRows.of_one(50, 70)
+    rows = BatchRows(50, 70, 50, 70)
     largest, smaller = (similarity_values(size, rows, part) for part in parts)
     assert largest > smaller
     assert similarity_values(size, rows, LossTiles(4, 0, parts=parts, at_once=False)) == largest

@@ -56,10 +56,10 @@ def test_dense_layers_run_in_float32_under_autocast(folders: dict[str, Path]) ->
 
 
 def test_activations_grow_with_the_length_of_a_row(folders: dict[str, Path]) -> None:
-    short, long = (
-        model_size(load(folders["bert"], max_seq_length=length), compute_dtype=torch.float32).activation_bytes_per_token
-        for length in (16, 64)
-    )
+    sizes = [
+        model_size(load(folders["bert"], max_seq_length=length), compute_dtype=torch.float32) for length in (16, 64)
+    ]
+    short, long = (size.kept_bytes_per_token(checkpointed=False) for size in sizes)
     assert (
         long - short == 2 * 2.5 * 2 * (64 - 16) * 4
     )  # layers x values for each head and token x heads x tokens x bytes

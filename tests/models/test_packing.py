@@ -434,12 +434,12 @@ def test_two_ranks_end_with_the_gradients_of_one(two_ranks: RankPool, kind: str)
 
 
 def test_a_call_that_no_loss_sees_holds_one_row_and_no_more_tokens_than_that() -> None:
-    from vembed.gradcache.chunks import Retention, equal_calls, plan_calls
+    from vembed.gradcache.chunks import equal_calls, plan_calls
 
     encoder = build("bert")
     encoder.pack()
     pool = pool_of(encoder)
-    calls = plan_calls([pool], np.arange(2 * PAIRS), BUDGET, Retention(0.0), torch.device("cpu"))
+    calls = plan_calls([pool], np.arange(2 * PAIRS), BUDGET, torch.device("cpu"), retain=0.0)
 
     class Others(Ranks):
         """Ranks of which another one makes two calls more."""

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import replace
+from typing import TypeAlias
 
 import pytest
 from plan_cases import CPU, DATA, MINILM, formula, model, plan_here, planned, reason, tower
 
 from vembed.config.load import load_config
-from vembed.plan.cost import Candidate, Cut, Load, activation_moments, peak_of_step
+from vembed.plan.chunks import ChunkPlan
+from vembed.plan.cost import Activations, Candidate, activation_moments, peak_of_step
 from vembed.plan.devices import GIB, parse_devices
 from vembed.plan.memory import (
     LOSS_STRIP_TILES,
@@ -38,7 +40,7 @@ def test_the_bytes_of_a_step_are_what_the_parts_add_up_to() -> None:
 
 def test_the_prediction_is_of_the_batch_that_there_is() -> None:
     small = plan_here("batch_size=4096", data=DataSize(num_records=10, documents_per_query=1.0))
-    of_ten = loss_bytes(MINILM, BatchRows.of_one(10, 10), LossTiles(1024, 1))
+    of_ten = loss_bytes(MINILM, BatchRows(10, 10, 10, 10), LossTiles(1024, 1))
     assert small.bytes_per_device.loss == of_ten
 
 
@@ -53,7 +55,7 @@ def test_a_teachers_vectors_of_all_rows_are_counted() -> None:
 
 
 def test_the_loss_takes_the_memory_of_tiles_however_large_the_batch() -> None:
-    loss = loss_bytes(replace(MINILM, dimension=256), BatchRows.of_one(65_536, 65_536), LossTiles(1024, 2))
+    loss = loss_bytes(replace(MINILM, dimension=256), BatchRows(65_536, 65_536, 65_536, 65_536), LossTiles(1024, 2))
     table = 2 * 65_536 * 256 * 4
     assert loss == 2 * table + (2 + LOSS_STRIP_TILES) * 1024**2 * 4
     assert loss - table < 200e6, "beside the embeddings"
@@ -286,36 +288,46 @@ def small_tower(name: str = "text", *, saved: float = 10.0, extra: float = 1.0, 
 
 
 PARTS = BytesPerDevice(parameters=1000, gradients=400, optimizer=800, activations=0, loss=60)
+Load: TypeAlias = tuple[TowerSize, float, int]
+"""A tower, its rows, and the tokens of a row."""
 
 
-def worst(loads: list[Load], cut: Cut, **options: int) -> BytesPerDevice:
-    return peak_of_step(PARTS, activation_moments(loads, cut), **{"tables": 20, "fresh": 200, **options})
+def cut(rows: int, tokens: int, retain: float = 0.0, retain_tokens: int | None = None) -> ChunkPlan:
+    return ChunkPlan(rows, tokens, retain, retain_tokens, kept_share=0.0, activation_bytes=0, reasons=())
+
+
+def moments_of(loads: list[Load], chunks: ChunkPlan) -> Activations:
+    return activation_moments(loads, chunks, checkpointed=False)
+
+
+def worst(loads: list[Load], chunks: ChunkPlan, **options: int) -> BytesPerDevice:
+    return peak_of_step(PARTS, moments_of(loads, chunks), **{"tables": 20, "fresh": 200, **options})
 
 
 @pytest.mark.parametrize(
-    ("stack", "rows", "cut", "fresh", "gradients", "activations"),
+    ("stack", "rows", "chunks", "fresh", "gradients", "activations"),
     [
         # 3 calls of 4 rows x 10 tokens: 400 bytes kept, 40 beyond, beside all gradients.
-        pytest.param({}, 12, Cut(4, 1000), 200, 400, 440, id="a replay holds one call"),
+        pytest.param({}, 12, cut(4, 1000), 200, 400, 440, id="a replay holds one call"),
         # 4 rows, then 1: the large one runs before there are gradients, 440; the small one beside them, 400 + 110.
-        pytest.param({}, 5, Cut(4, 1000), 200, 400, 200, id="the last call ends with a fresh gradient"),
-        pytest.param({}, 5, Cut(4, 1000), 0, 400, 110, id="the last call is as small as it is"),
-        pytest.param({"saved": 100.0}, 12, Cut(100, 1000), 200, 0, 12_120, id="plain training has no gradients yet"),
-        pytest.param({"saved": 100.0, "extra": 2.0}, 12, Cut(4, 1000, 1.0), 200, 0, 12_080, id="retained calls"),
-        pytest.param({"saved": 2.0}, 12, Cut(4, 1000, 1.0), 0, 400, 2 * 80 + 40, id="the first retained one goes"),
+        pytest.param({}, 5, cut(4, 1000), 200, 400, 200, id="the last call ends with a fresh gradient"),
+        pytest.param({}, 5, cut(4, 1000), 0, 400, 110, id="the last call is as small as it is"),
+        pytest.param({"saved": 100.0}, 12, cut(100, 1000), 200, 0, 12_120, id="plain training has no gradients yet"),
+        pytest.param({"saved": 100.0, "extra": 2.0}, 12, cut(4, 1000, 1.0), 200, 0, 12_080, id="retained calls"),
+        pytest.param({"saved": 2.0}, 12, cut(4, 1000, 1.0), 0, 400, 2 * 80 + 40, id="the first retained one goes"),
     ],
 )
 def test_the_worst_moment_by_hand(
-    stack: dict[str, float], rows: int, cut: Cut, fresh: int, gradients: int, activations: int
+    stack: dict[str, float], rows: int, chunks: ChunkPlan, fresh: int, gradients: int, activations: int
 ) -> None:
-    peak = worst([Load(small_tower(**stack), rows, 10)], cut, fresh=fresh)  # type: ignore[arg-type]
+    peak = worst([(small_tower(**stack), rows, 10)], chunks, fresh=fresh)  # type: ignore[arg-type]
     assert (peak.gradients, peak.activations, peak.loss) == (gradients, activations, 20)
 
 
 def test_what_a_call_keeps_whatever_its_rows_counts_for_each_call() -> None:
     stack = replace(small_tower(extra=2.0), saved=CallCost(100.0, per_call=7.0))
-    three = worst([Load(stack, 12, 10)], Cut(rows=4, tokens=1000, retain=1.0))
-    one = worst([Load(stack, 12, 10)], Cut(rows=100, tokens=1000))
+    three = worst([(stack, 12, 10)], cut(rows=4, tokens=1000, retain=1.0))
+    one = worst([(stack, 12, 10)], cut(rows=100, tokens=1000))
     assert three.activations == 12_080 + 3 * 7
     assert one.activations == 12_240 + 7
 
@@ -323,61 +335,61 @@ def test_what_a_call_keeps_whatever_its_rows_counts_for_each_call() -> None:
 def test_all_calls_share_one_copy_of_the_weights_that_is_there_to_the_end() -> None:
     stack = replace(small_tower(extra=2.0), saved=CallCost(100.0), cast_bytes=70)
     for retain in (0.0, 1.0):
-        load, cut = [Load(stack, 12, 10)], Cut(4, 1000, retain)
-        plain = worst([Load(replace(stack, cast_bytes=0), 12, 10)], cut)
-        assert worst(load, cut).activations == plain.activations + 70
-    assert worst([Load(stack, 4, 10), Load(replace(stack, name="b"), 4, 10)], Cut(4, 40)).activations == 4080 + 2 * 70
+        load, chunks = [(stack, 12, 10)], cut(4, 1000, retain)
+        plain = worst([(replace(stack, cast_bytes=0), 12, 10)], chunks)
+        assert worst(load, chunks).activations == plain.activations + 70
+    assert worst([(stack, 4, 10), (replace(stack, name="b"), 4, 10)], cut(4, 40)).activations == 4080 + 2 * 70
 
 
 def test_gradients_of_copies_wait_for_the_end_of_a_backward() -> None:
     stack = replace(small_tower(saved=1.0), cast_bytes=900)
     # 40 bytes kept and 40 beyond. At the end of the second call: 900 waiting, the table's fresh 200, all gradients.
-    peak = worst([Load(stack, 12, 10)], Cut(rows=4, tokens=1000))
+    peak = worst([(stack, 12, 10)], cut(rows=4, tokens=1000))
     assert (peak.gradients, peak.activations) == (400, 900 + 900 + 200)
     # A single call goes back before there are gradients.
-    peak = worst([Load(stack, 4, 10)], Cut(rows=4, tokens=1000))
+    peak = worst([(stack, 4, 10)], cut(rows=4, tokens=1000))
     assert (peak.gradients, peak.activations) == (0, 900 + 900)
 
 
 def test_a_tower_that_comes_later_has_no_gradients_yet() -> None:
-    loads = [Load(small_tower("vision", trainable=75), 4, 10), Load(small_tower("text", trainable=25), 4, 10)]
-    moments = activation_moments(loads, Cut(rows=4, tokens=40)).moments
+    loads = [(small_tower("vision", trainable=75), 4, 10), (small_tower("text", trainable=25), 4, 10)]
+    moments = moments_of(loads, cut(rows=4, tokens=40)).moments
     assert [moment.gradients for moment in moments] == [0.0, 0.0, 0.75, 0.75], "a call and its end, tower after tower"
 
 
 def test_texts_are_retained_before_pictures() -> None:
-    loads = [Load(small_tower("vision", saved=3.0), 8, 10), Load(small_tower("text"), 8, 10)]
-    assert activation_moments(loads, Cut(rows=4, tokens=40, retain=0.5)).kept == 8 * 10 * 10.0
-    assert activation_moments(loads, Cut(rows=4, tokens=40, retain=0.75)).kept == 8 * 10 * 10.0 + 4 * 10 * 3.0
-    assert activation_moments(loads, Cut(rows=4, tokens=40, retain=1.0, retain_tokens=79)).kept == 4 * 10 * 10.0
+    loads = [(small_tower("vision", saved=3.0), 8, 10), (small_tower("text"), 8, 10)]
+    assert moments_of(loads, cut(rows=4, tokens=40, retain=0.5)).kept == 8 * 10 * 10.0
+    assert moments_of(loads, cut(rows=4, tokens=40, retain=0.75)).kept == 8 * 10 * 10.0 + 4 * 10 * 3.0
+    assert moments_of(loads, cut(rows=4, tokens=40, retain=1.0, retain_tokens=79)).kept == 4 * 10 * 10.0
 
 
 def test_what_does_not_train_keeps_no_gradients() -> None:
-    loads = [Load(small_tower("vision", saved=0.0, extra=0.0, trainable=0), 8, 10), Load(small_tower("text"), 8, 10)]
-    moments = activation_moments(loads, Cut(rows=4, tokens=40)).moments
+    loads = [(small_tower("vision", saved=0.0, extra=0.0, trainable=0), 8, 10), (small_tower("text"), 8, 10)]
+    moments = moments_of(loads, cut(rows=4, tokens=40)).moments
     assert {moment.gradients for moment in moments} == {0.0, 1.0}
 
 
 def test_gradients_of_earlier_batches_stay() -> None:
-    load, cut = [Load(small_tower(), 12, 10)], Cut(rows=4, tokens=1000)
-    held = peak_of_step(PARTS, activation_moments(load, cut), tables=20, fresh=200, held=True)
+    load, chunks = [(small_tower(), 12, 10)], cut(rows=4, tokens=1000)
+    held = peak_of_step(PARTS, moments_of(load, chunks), tables=20, fresh=200, held=True)
     assert held.gradients == 800
-    assert worst(load, cut).gradients == 400
+    assert worst(load, chunks).gradients == 400
 
 
 @pytest.mark.parametrize("retain", [0.0, 0.3, 0.5, 1.0])
 def test_keeping_more_never_takes_less_in_the_loss(retain: float) -> None:
-    load = [Load(small_tower(), 37, 10)]
-    less, more = (activation_moments(load, Cut(4, 40, share)).kept for share in (retain, min(1.0, retain + 0.2)))
+    load = [(small_tower(), 37, 10)]
+    less, more = (moments_of(load, cut(4, 40, share)).kept for share in (retain, min(1.0, retain + 0.2)))
     assert less <= more
-    assert activation_moments(load, Cut(4, 40, 1.0)).kept == 3700.0
+    assert moments_of(load, cut(4, 40, 1.0)).kept == 3700.0
 
 
 def test_reduction_needs_room_for_the_largest_tensor() -> None:
-    none = peak_of_step(PARTS, activation_moments([Load(small_tower(), 1, 1)], Cut(4, 40)), tables=0, fresh=0)
+    none = peak_of_step(PARTS, moments_of([(small_tower(), 1, 1)], cut(4, 40)), tables=0, fresh=0)
     parts = replace(PARTS, reduction=100)
-    small = peak_of_step(parts, activation_moments([Load(small_tower(), 1, 1)], Cut(4, 40)), tables=0, fresh=90)
-    large = peak_of_step(parts, activation_moments([Load(small_tower(), 1, 1)], Cut(4, 40)), tables=0, fresh=300)
+    small = peak_of_step(parts, moments_of([(small_tower(), 1, 1)], cut(4, 40)), tables=0, fresh=90)
+    large = peak_of_step(parts, moments_of([(small_tower(), 1, 1)], cut(4, 40)), tables=0, fresh=300)
     assert (none.reduction, small.reduction, large.reduction) == (0, 100, 300)
 
 

@@ -24,9 +24,8 @@ from torch.utils.data import dataloader
 
 import vembed.training.batches as made
 import vembed.training.loading as room
-from vembed.batch import Image
+from vembed.batch import Augmentation, Image
 from vembed.config.schema import Config
-from vembed.data.augment import Augmenter
 from vembed.data.images import ImageError
 from vembed.data.read import read
 from vembed.data.sampler import GlobalSampler
@@ -69,14 +68,14 @@ def rows(tmp_path: Path) -> Path:
 
 
 def source_of(
-    rows: Path, model: str = "builtin:tiny-clip", *, augmenter: Augmenter | None = None, kind: Any = BatchSource
+    rows: Path, model: str = "builtin:tiny-clip", *, augmentation: Augmentation | None = None, kind: Any = BatchSource
 ) -> BatchSource:
     torch.manual_seed(1)
     records = read(str(rows), "train").records().table
     encoder = load_encoder(ModelKeys(model_name=model), ["noise"])
     sampler = GlobalSampler(len(records), batch_size=BATCH, seed=3)
     assert sampler.batches_per_epoch == STEPS_PER_EPOCH
-    changes = Augmenter("strong", flip=True, seed=3) if augmenter is None else augmenter
+    changes = Augmentation("strong", flip=True, seed=3) if augmentation is None else augmentation
     source: BatchSource = kind(records, sampler, encoder, torch.device("cpu"), changes, counts_masked=True)
     return source
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from test_batch_loading import source_of, write_rows
 
-from vembed.batch import Composed, Image
-from vembed.data.augment import Augmenter
+from vembed.batch import Augmentation, Composed, Image
 from vembed.data.collate import collate
 from vembed.data.table import Record
 from vembed.losses.base import BatchStructure
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def source(tmp_path: Path) -> BatchSource:
-    return source_of(write_rows(tmp_path), augmenter=Augmenter("none", flip=False, seed=0))
+    return source_of(write_rows(tmp_path), augmentation=Augmentation("none", flip=False, seed=0))
 
 
 def of_ranks(source: BatchSource, world_size: int, step: int) -> list[FeaturedBatch]:

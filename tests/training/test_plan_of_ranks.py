@@ -30,7 +30,7 @@ def plan_of(rank: int, memory_bytes: list[int]) -> dict[str, Any]:
     runtime = Runtime(torch.device("cpu"), machine, Ranks(rank, len(memory_bytes)), rank, len(memory_bytes))
     items = SimpleNamespace(num_pictures=0, has_pictures=False, has_texts=True, modalities={"text"})
     counts = SimpleNamespace(num_records=50_000, num_documents=50_000, items=items)
-    data = SimpleNamespace(counts=counts, notes=(), test=None, dev=None, further=(), sources=("rows.jsonl",))
+    data = SimpleNamespace(counts=counts, notes=(), test=None, dev=None, further={}, sources=("rows.jsonl",))
     return build_plan(config, runtime, cast("Any", data)).to_json()
 
 

@@ -130,7 +130,7 @@ def test_sets_of_one_file_name_are_told_apart_by_their_paths(tmp_path: Path) -> 
     keys = {"data_path": tests[0], "test_data_path": tests, "guard_data": [tests[0], str(paths[2])]}
     data = load_run_data(Config.model_validate({"model_name": "builtin:tiny-clip"} | keys), needs_dev=False)
     assert data.test is not None
-    assert [data.test.name, *(each.task.name for each in data.further)] == [*tests, tests[0], "set2.jsonl"]
+    assert [data.test.name, *(task.name for task in data.further.values())] == [*tests, tests[0], "set2.jsonl"]
     told = [fact.partition(": ")[0] for label, fact in data.facts() if label in ("test set", "guard set")]
     assert told == [*tests, tests[0], "set2.jsonl"]
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import vembed
+from vembed.batch import Augmentation
 from vembed.config.load import load_values
 from vembed.config.schema import Config
-from vembed.data.augment import Augmenter
 from vembed.data.run_data import load_run_data, refuse_missing_data
 from vembed.entrypoints.train import main
 from vembed.errors import ConfigError, DataError
@@ -52,7 +52,7 @@ def test_texts_of_each_source_have_its_prompts(keys: dict[str, Any]) -> None:
         build_sampler(config, data.records, 12),
         encoder,
         next(encoder.parameters()).device,
-        Augmenter("none", flip=False, seed=0),
+        Augmentation("none", flip=False, seed=0),
         prompted=prompted(config, encoder),
     )
     wanted = {"a": {"query": "first: ", "document": ""}, "b": {"query": "q ", "document": "second: "}}

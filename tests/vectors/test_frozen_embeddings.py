@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from vembed.batch import modality_of
+from vembed.batch import Augmentation, modality_of
 from vembed.config.schema import Config
-from vembed.data.augment import Augmenter
 from vembed.data.read import read
 from vembed.data.sampler import GlobalSampler
 from vembed.distributed.fsdp import shard_encoder
@@ -130,7 +129,7 @@ def train(
     stored = None if found is None else found.stored(encode_with(encoder, ranks))
     source = BatchSource(
         site.records, GlobalSampler(len(site.records), batch_size=BATCH, seed=3), encoder, CPU,
-        Augmenter("none", flip=False, seed=0), rank=ranks.rank, world_size=ranks.world_size, stored=stored,
+        Augmentation("none", flip=False, seed=0), rank=ranks.rank, world_size=ranks.world_size, stored=stored,
     )  # fmt: skip
     trainable = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
     loss = InfoNCE(temperature=0.2, bidirectional=True)

@@ -14,8 +14,7 @@ import pytest
 import torch
 from kit.text_models import write_cross_encoder
 
-from vembed.batch import ImageLimits
-from vembed.data.augment import Augmenter
+from vembed.batch import Augmentation, ImageLimits
 from vembed.data.collate import collate
 from vembed.data.read import read
 from vembed.data.sampler import GlobalSampler
@@ -242,7 +241,7 @@ def trajectory(folder: Path, answers: Answers, ranks: Ranks, *, first: int = 0, 
     records = records_in(folder)
     source = BatchSource(
         records, GlobalSampler(len(records), batch_size=BATCH, seed=3), student, CPU,
-        Augmenter("none", flip=False, seed=0), rank=ranks.rank, world_size=ranks.world_size, answers=answers,
+        Augmentation("none", flip=False, seed=0), rank=ranks.rank, world_size=ranks.world_size, answers=answers,
     )  # fmt: skip
     parameters = list(student.parameters())
     engine = GradCacheEngine(Taught(), EngineOptions(ChunkBudget(3, 10**6), CPU, ranks=ranks), parameters)

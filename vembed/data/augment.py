@@ -1,6 +1,6 @@
 """Change pictures at random for training: each in its own way in each epoch, and always in the same one.
 
-1. `Augmenter.record` gives every picture of a record an `Augmentation`, whose seed is a function of the run's seed, the
+1. `augmented_record` gives every picture of a record an `Augmentation`, whose seed is a function of the run's seed, the
    epoch, the record's row and the picture's place in the record: never of the batch, the process or the worker.
 2. Resumed runs and any number of workers so see the same pictures: a seed is a hash of (seed, epoch, row, slot), and no
    generator is shared. A further picture of one item adds its number, so that the first has the seed of an item alone.
@@ -14,7 +14,7 @@ shows beyond the edge gets the median colour of the edge: white stays white behi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,10 +22,10 @@ import PIL.Image
 import PIL.ImageFilter
 import PIL.ImageStat
 
-from vembed.batch import Augmentation, Composed, Image
+from vembed.batch import Composed
 
 if TYPE_CHECKING:
-    from vembed.batch import Item, Strength
+    from vembed.batch import Augmentation, Image, Item, Strength
     from vembed.data.table import Record
 
 LEAST_SIDE = 640
@@ -74,48 +74,37 @@ _RANGES: dict[Strength, _Ranges] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Augmenter:
-    """Random changes of the pictures of the training records, a function of (seed, epoch, row)."""
+def augmented_record(record: Record, augmentation: Augmentation, *, row: int, epoch: int) -> Record:
+    """Return a record whose pictures are changed when they are decoded.
 
-    strength: Strength  # "none" leaves the pixels alone
-    flip: bool  # half of the pictures are mirrored, left to right
-    seed: int
+    Args:
+        augmentation: That of the run.
+        row: Number of the record in the training records.
+    """
+    if not augmentation.acts:
+        return record
 
-    @property
-    def acts(self) -> bool:
-        """True where a picture may be changed."""
-        return self.flip or self.strength != "none"
+    def changed(image: Image, *place: int) -> Image:
+        path = [augmentation.seed, epoch, row, *place]
+        seed = np.random.SeedSequence(path).generate_state(1, np.uint64)[0]
+        return replace(image, augmentation=replace(augmentation, seed=int(seed)))
 
-    def record(self, record: Record, *, row: int, epoch: int) -> Record:
-        """Return a record whose pictures are changed when they are decoded.
-
-        Args:
-            row: Number of the record in the training records.
-        """
-        if not self.acts:
-            return record
-        items = (record.query, *record.positives, *record.negatives)
-        changed: list[Item] = []
-        for slot, item in enumerate(items):
-            if isinstance(item, Composed):
-                first, *more = item.images
-                further = [self._image(image, (epoch, row, slot, number)) for number, image in enumerate(more, start=1)]
-                changed.append(replace(item, images=(self._image(first, (epoch, row, slot)), *further)))
-            else:
-                changed.append(item if isinstance(item, str) else self._image(item, (epoch, row, slot)))
-        query, *documents = changed
-        num_positives = len(record.positives)
-        return replace(
-            record,
-            query=query,
-            positives=tuple(documents[:num_positives]),
-            negatives=tuple(documents[num_positives:]),
-        )
-
-    def _image(self, image: Image, path: tuple[int, ...]) -> Image:
-        seed = np.random.SeedSequence([self.seed, *path]).generate_state(1, np.uint64)[0]
-        return replace(image, augmentation=Augmentation(self.strength, self.flip, int(seed)))
+    items: list[Item] = []
+    for slot, item in enumerate((record.query, *record.positives, *record.negatives)):
+        if isinstance(item, Composed):
+            first, *more = item.images
+            further = [changed(image, slot, number) for number, image in enumerate(more, start=1)]
+            items.append(replace(item, images=(changed(first, slot), *further)))
+        else:
+            items.append(item if isinstance(item, str) else changed(item, slot))
+    query, *documents = items
+    num_positives = len(record.positives)
+    return replace(
+        record,
+        query=query,
+        positives=tuple(documents[:num_positives]),
+        negatives=tuple(documents[num_positives:]),
+    )
 
 
 def augmented(picture: PIL.Image.Image, augmentation: Augmentation) -> PIL.Image.Image:

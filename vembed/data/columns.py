@@ -266,7 +266,7 @@ class ColumnResolver:
         used = self.shape(tuple(names), where=where).sources
         return [name for name in names if name in used]
 
-    def check_mapping(self, source: str, *, trains: bool = True) -> None:
+    def check_mapping(self, source: str, *, trains: bool) -> None:
         """Refuse a mapping of a column that no row had; to be called after the last row.
 
         Args:

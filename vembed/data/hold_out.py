@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -57,15 +57,9 @@ MIN_TRAIN_ROWS = 2
 FIX = "give val_data_path, or set eval_strategy: no"
 
 
-class HeldOut(NamedTuple):
-    """A split of a table's rows."""
-
-    train_rows: NDArray[np.int64]  # ascending
-    held_out_rows: NDArray[np.int64]  # to validate on, ascending
-    notes: tuple[str, ...]  # what was held out, one plain sentence each
-
-
-def hold_out(table: RecordTable, *, fraction: float | None = None, limit: int | None = None) -> HeldOut:
+def hold_out(
+    table: RecordTable, *, fraction: float | None = None, limit: int | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[str, ...]]:
     """Split off rows for validation: the same content gives the same split, whatever the order of the rows.
 
     No text or picture that is a query or a positive on one side is a query or a positive on the other. Of pairs graded
@@ -74,6 +68,10 @@ def hold_out(table: RecordTable, *, fraction: float | None = None, limit: int | 
     Args:
         fraction: Largest share of the rows to hold out, above 0 and below 1; None takes more of small sets.
         limit: Most rows to hold out.
+
+    Returns:
+        The rows to train on and those to validate on, both ascending; and notes on what was held out, a plain sentence
+        each.
 
     Raises:
         DataError: Nothing can be held out, or too little would be left to train on.
@@ -115,34 +113,37 @@ def hold_out(table: RecordTable, *, fraction: float | None = None, limit: int | 
     notes = [f"{count:,} of {num_rows:,} rows held out for validation; no {apart} is on both sides."]
     if count < budget:
         notes.append(f"That is {budget - count:,} fewer than asked for: rows that share a text stay together.")
-    return HeldOut(np.flatnonzero(~chosen), np.flatnonzero(chosen), tuple(notes))
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen), tuple(notes)
 
 
-def divide(table: RecordTable, split: HeldOut) -> tuple[HeldOut, HeldOut] | None:
+def divide(table: RecordTable, held_out_rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Divide held-out rows in two equal parts, one that chooses a checkpoint and one that gives the verdict on it.
 
     No text or picture is a query or a positive in both.
 
     Returns:
-        Both parts beside the rows to train on; None where one has fewer than `ENOUGH_QUERIES` queries.
+        The rows of both parts, ascending; None where one has fewer than `ENOUGH_QUERIES` queries.
     """
-    if len(split.held_out_rows) < 2 * ENOUGH_QUERIES:
+    if len(held_out_rows) < 2 * ENOUGH_QUERIES:
         return None
-    held_out = table.subset(split.held_out_rows)
+    held_out = table.subset(held_out_rows)
     try:
-        halves = hold_out(held_out, fraction=0.5)
+        dev, test, _ = hold_out(held_out, fraction=0.5)
     except DataError:  # all rows hang together
         return None
-    parts = (halves.train_rows, halves.held_out_rows)
     queries = held_out.items.ids[held_out.numbers("query")[1]]
-    if min(len(np.unique(queries[rows])) for rows in parts) < ENOUGH_QUERIES:
+    if min(len(np.unique(queries[rows])) for rows in (dev, test)) < ENOUGH_QUERIES:
         return None
-    dev, test = (split._replace(held_out_rows=split.held_out_rows[rows], notes=()) for rows in parts)
-    return dev, test
+    return held_out_rows[dev], held_out_rows[test]
 
 
 def held_out_task(
-    table: RecordTable, split: HeldOut, label_kind: str = "auto", *, name: str = "held out"
+    table: RecordTable,
+    train_rows: NDArray[np.int64],
+    held_out_rows: NDArray[np.int64],
+    label_kind: str = "auto",
+    *,
+    name: str = "held out",
 ) -> RetrievalData:
     """Return held-out rows as a task; where they search, documents are filled up with those of training rows.
 
@@ -150,14 +151,14 @@ def held_out_task(
         DataError: No held-out row has a positive.
         ImageError: A picture can't be read any more.
     """
-    task = task_from_records(table.subset(split.held_out_rows), name, label_kind)
+    held_out = table.subset(held_out_rows)
+    task = task_from_records(held_out, name, label_kind)
     missing = FEWEST_DOCUMENTS - len(task.documents)
     if task.grades or missing <= 0:
         return task
-    held_out, train_rows = table.subset(split.held_out_rows), split.train_rows
     # A document of a held-out row's class answers its query: such training rows give none.
     classes, _ = table.classes
-    held_out_classes = classes[split.held_out_rows]
+    held_out_classes = classes[held_out_rows]
     train_rows = train_rows[~np.isin(classes[train_rows], held_out_classes[held_out_classes >= 0])]
     train = table.subset(train_rows)
     held_out_items = np.concatenate([held_out.numbers(column)[1] for column in get_args(ItemColumn)])

@@ -160,7 +160,7 @@ def decode_image(image: Image, limits: ImageLimits, background: Background = "wh
 
 
 def decode_images(
-    images: Sequence[Image], limits: ImageLimits, num_threads: int = 1, background: Background = "white"
+    images: Sequence[Image], limits: ImageLimits, num_threads: int, background: Background = "white"
 ) -> list[PIL.Image.Image]:
     """Decode pictures in threads, which helps as Pillow's decoders release Python's lock.
 
@@ -353,7 +353,7 @@ class PictureFault(Exception):  # noqa: N818 - a verdict on one cell that never 
         self.escapes = escapes
 
 
-def joined_pictures(images: Sequence[Image], text: str = "") -> Image | Composed:
+def joined_pictures(images: Sequence[Image], text: str) -> Image | Composed:
     """Return pictures and a text, possibly empty, as one item."""
     return Composed(tuple(images), text) if text or len(images) > 1 else images[0]
 

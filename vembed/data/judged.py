@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from vembed.batch import MODALITY_WORDS, ImageLimits, modality_of
+from vembed.batch import MODALITY_WORDS, modality_of
 from vembed.data.check import Fault, ProblemLog, checked_id, document_item, document_text, encoding_fault, text_fault
 from vembed.data.columns import listing
 from vembed.data.formats import iter_rows
-from vembed.data.images import ImageRoot, content_name
+from vembed.data.images import content_name
 from vembed.data.keys import PATH_KEYS, SPLIT_NAMES, Role, missing_split, split_for
 from vembed.data.lines import Unreadable, numbered_lines
 from vembed.errors import DataError
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item, Modality
     from vembed.data.columns import ExtraColumn
+    from vembed.data.images import ImageRoot
     from vembed.data.lines import RawRow
     from vembed.data.table import RecordTable
 
@@ -281,21 +282,21 @@ def read_beir(
     folder: Path,
     split: str | None,
     role: Role,
-    images: ImageRoot | None = None,
+    images: ImageRoot,
     extra: Sequence[ExtraColumn] = (),
     problems: ProblemLog | None = None,
     *,
-    split_key: str | None = None,
+    split_key: str,
 ) -> BeirSplit:
     """Read one split of a BEIR folder.
 
     Args:
         folder: Holds corpus.jsonl, queries.jsonl and qrels/, the first two possibly as .gz.
         split: The qrels file, by name without `.tsv`; None chooses by role.
-        images: What checks the pictures; None takes their paths from the folder, with the default limits.
+        images: What checks the pictures.
         extra: Columns of queries.jsonl that a loss asks for.
         problems: Collects the invalid rows; None refuses the folder for any.
-        split_key: What the user calls the split; the key of the role where that isn't said.
+        split_key: What the user calls the split.
 
     Returns:
         All documents, the judged queries, and their judgements. A judged document that the corpus lacks is left out.
@@ -310,7 +311,6 @@ def read_beir(
             raise DataError(f"{folder} has no {part}.jsonl: a BEIR folder holds corpus.jsonl, queries.jsonl and qrels/")
     corpus_file, query_file = (file for file in files.values() if file is not None)
     log = problems or ProblemLog()
-    images = images or ImageRoot(folder, ImageLimits())
     # Judgements first: only judged queries must be usable, as published files have broken ones among the others.
     qrels, num_repeated, num_negative = _read_qrels(folder / "qrels" / f"{split}.tsv", log)
     asked = {name for column in extra for name in (column.name, *column.aliases)}
@@ -368,9 +368,7 @@ def read_beir(
     return BeirSplit(data, query_lines, query_file.name, cells)
 
 
-def find_split(
-    folder: Path, split: str | None, role: Role, split_key: str | None = None
-) -> tuple[str, tuple[str, ...]]:
+def find_split(folder: Path, split: str | None, role: Role, split_key: str) -> tuple[str, tuple[str, ...]]:
     """Return which qrels file to read, and what is unusual about the choice.
 
     A split that the user names must exist. Otherwise the role decides: train; dev, val or validation; test. A folder's

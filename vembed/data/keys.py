@@ -345,16 +345,16 @@ def split_for(available: Collection[str], split: str | None, role: Role) -> str 
     return next((name for name in names if name in available), None)
 
 
-def missing_split(where: object, available: Sequence[str], split: str | None, role: Role, key: str | None) -> DataError:
+def missing_split(where: object, available: Sequence[str], split: str | None, role: Role, key: str) -> DataError:
     """Return the error for a source that has none of the splits that `split_for` looks for.
 
     Args:
-        key: What the user calls the split; None stands for the key of the role.
+        key: What the user calls the split.
     """
     names = SPLIT_NAMES[role] if split is None else (split,)
     return DataError(
         f"{where} has no split {one_of(map(repr, names))}{closest(names[0], available)}; it has: "
-        f"{', '.join(available)}. Choose one with {key or SPLIT_KEYS[role]}"
+        f"{', '.join(available)}. Choose one with {key}"
     )
 
 

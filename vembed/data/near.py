@@ -107,9 +107,7 @@ def sketches(texts: Sequence[str]) -> NDArray[np.uint32]:
     return bands
 
 
-def alike_within(
-    bands_BN: NDArray[np.uint32], text: Callable[[NDArray[np.int64]], list[str]], least: float = SIMILAR
-) -> Alike:
+def alike_within(bands_BN: NDArray[np.uint32], text: Callable[[NDArray[np.int64]], list[str]]) -> Alike:
     """Return pairs of different texts; each text is compared with the first and the next that share a band with it.
 
     All pairs of a band that n texts share would be n^2 / 2: a phrase that opens 10,000 texts would give 50 million. The
@@ -117,21 +115,17 @@ def alike_within(
 
     Args:
         text: Gives the normalised texts at some positions.
-        least: Least similarity of a pair.
     """
 
     def pairs(order: NDArray[np.int64], first: NDArray[np.int64], starts: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
         follows = ~starts
         return [np.stack([order[first[follows]], order[follows]]), np.stack([order[:-1], order[1:]])[:, follows[1:]]]
 
-    return _compared(_candidates(bands_BN, pairs), bands_BN, text, least)
+    return _compared(_candidates(bands_BN, pairs), bands_BN, text)
 
 
 def alike_between(
-    bands_BN: NDArray[np.uint32],
-    num_first: int,
-    text: Callable[[NDArray[np.int64]], list[str]],
-    least: float = SIMILAR,
+    bands_BN: NDArray[np.uint32], num_first: int, text: Callable[[NDArray[np.int64]], list[str]]
 ) -> Alike:
     """Return pairs of one of the first texts and one of the others; arguments as of `alike_within`.
 
@@ -150,7 +144,7 @@ def alike_between(
             np.stack([order[of_other], order[last[of_other]]]),
         ]
 
-    return _compared(_candidates(bands_BN, pairs), bands_BN, text, least)
+    return _compared(_candidates(bands_BN, pairs), bands_BN, text)
 
 
 def _candidates(
@@ -189,10 +183,7 @@ def _equal_bytes(
 
 
 def _compared(
-    pairs_2P: NDArray[np.int64],
-    bands_BN: NDArray[np.uint32],
-    text: Callable[[NDArray[np.int64]], list[str]],
-    least: float,
+    pairs_2P: NDArray[np.int64], bands_BN: NDArray[np.uint32], text: Callable[[NDArray[np.int64]], list[str]]
 ) -> Alike:
     """Return the candidates that are alike by the exact Jaccard similarity."""
     num_left = max(0, pairs_2P.shape[1] - MOST_COMPARED)
@@ -206,7 +197,7 @@ def _compared(
         sides = zip(text(first_P[part]), text(second_P[part]), strict=True)
         similarity_P[part] = [jaccard(one, other) for one, other in sides]
     order = np.argsort(-similarity_P, kind="stable")
-    order = order[similarity_P[order] >= least]
+    order = order[similarity_P[order] >= SIMILAR]
     return Alike(first_P[order], second_P[order], similarity_P[order], num_left)
 
 

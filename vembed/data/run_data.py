@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -51,20 +51,6 @@ SHOWN_LEAKS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class FurtherSet:
-    """A set that is evaluated before and after training."""
-
-    role: Literal["test", "guard"]
-    number: int  # among the further sets of the run, from 1
-    task: RetrievalData
-
-    @property
-    def folder(self) -> str:
-        """Name of the folder of its results, below `evaluation/`."""
-        return f"{self.role}-{self.number}"
-
-
-@dataclass(frozen=True, slots=True)
 class RunData:
     """The checked data of a run."""
 
@@ -74,12 +60,13 @@ class RunData:
     notes: tuple[str, ...]  # what was held out, skipped or ignored, one plain sentence each
     counts: RecordCounts  # of the training records
     fingerprint: str  # hash of the training records and of the dev and test sets
-    hashes: Mapping[str, str]  # "training", "dev", "test" or a further set's folder -> hash of its content
+    hashes: Mapping[str, str]  # "training", "dev", "test" or a further set's name -> hash of its content
     num_invalid: int = 0  # rows of the training data that were skipped because they can't be used
     sources: tuple[str, ...] = ()  # paths of the training records
     read: Mapping[str, str] = field(default_factory=dict)  # rows, columns and an example of each source, by label
     more_facts: tuple[tuple[str, str], ...] = ()  # what the run did with them, as (label, value)
-    further: tuple[FurtherSet, ...] = ()  # other test sets, and guard sets
+    # Other test sets, and guard sets, by the folder of their results: "test-1", "guard-2".
+    further: Mapping[str, RetrievalData] = field(default_factory=dict)
     judged: JudgedSets | None = None  # sets that are named in the keys, compared with the training rows
     overlaps: Mapping[str, Overlap] = field(default_factory=dict)  # of that comparison, by the names of `hashes`
     corpus: ItemTable | None = None  # further documents that negatives are mined from
@@ -93,7 +80,7 @@ class RunData:
     @property
     def sets(self) -> dict[str, RetrievalData]:
         """Every set that is evaluated, by the names of `hashes`."""
-        sets = {"dev": self.dev, "test": self.test, **{further.folder: further.task for further in self.further}}
+        sets = {"dev": self.dev, "test": self.test, **self.further}
         return {name: task for name, task in sets.items() if task is not None}
 
     def set_facts(self) -> dict[str, str]:
@@ -279,7 +266,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
         source = read(keys.val_data_path, "validation", keys, split=keys.val_data_split, loss=loss)
         dev = source.judged(takes_pairs=True)
     test, further = _read_verdict_sets(keys, loss)
-    named = {"dev": dev, "test": test, **{other.folder: other.task for other in further}}
+    named = {"dev": dev, "test": test, **further}
     compared = {name: task for name, task in named.items() if task is not None}
     judged = JudgedSets(compared, records) if compared else None
     untrained: dict[str, NDArray[np.int64]] = {}  # what rows are for that aren't trained on -> their sources
@@ -291,33 +278,33 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
 
     # 3. The held-out sets, of what is left: rows that leak into a named test set are out by now.
     if dev is None and needs_dev:
-        split = hold_out(records, fraction=None if keys.val_fraction == "auto" else keys.val_fraction)
-        notes += split.notes
-        halves = divide(records, split) if divides and test is None else None
+        fraction = None if keys.val_fraction == "auto" else keys.val_fraction
+        train_rows, held_out, hold_out_notes = hold_out(records, fraction=fraction)
+        notes += hold_out_notes
+        halves = divide(records, held_out) if divides and test is None else None
         if halves is None:
-            dev = held_out_task(records, split, keys.label_kind)
-            untrained["dev"] = records.sources[split.held_out_rows]
+            dev = held_out_task(records, train_rows, held_out, keys.label_kind)
+            untrained["dev"] = records.sources[held_out]
         else:
             dev, test = (
-                held_out_task(records, half, keys.label_kind, name=f"held-out {name}")
+                held_out_task(records, train_rows, half, keys.label_kind, name=f"held-out {name}")
                 for half, name in zip(halves, ("dev", "test"), strict=True)
             )
             for half, name in zip(halves, ("dev", "test"), strict=True):
-                untrained[name] = records.sources[half.held_out_rows]
+                untrained[name] = records.sources[half]
             notes.append("They are divided by content: one half chooses the checkpoint, the other gives the verdict.")
-        records = records.subset(split.train_rows)
+        records = records.subset(train_rows)
     notes += () if dev is None or dev.grades else resolution_notes(len(dev.queries))
 
     # 4. Counts and directions, after rows were left out and held out: the numbers are those of what is trained on.
     counts = RecordCounts.of(records, sources[0].image_limits)
     counts.items.require(keys.retrieval_mode, " and ".join(paths))
     tasks = {name: task for name, task in (named | {"dev": dev, "test": test}).items() if task is not None}
-    guards = {other.folder for other in further if other.role == "guard"}
     any_pictures = counts.items.has_pictures
     for name, task in tasks.items():
         items = ItemCounts.of(task)
         any_pictures |= items.has_pictures
-        if name not in guards:  # those may be of any kind
+        if not name.startswith("guard-"):  # those may be of any kind
             items.require(keys.retrieval_mode, task.name)
         notes += task.notes
     if keys.image_root is not None and not any_pictures:
@@ -408,7 +395,7 @@ def _refuse_alike(loaded: LoadedRecords, path: str, loss: LossNeeds | None) -> N
     raise DataError(f"{path}: all {len(table):,} rows {alike}, so {why} and nothing can be learnt; {cure}")
 
 
-def _read_verdict_sets(keys: DataKeys, loss: LossNeeds | None) -> tuple[RetrievalData | None, tuple[FurtherSet, ...]]:
+def _read_verdict_sets(keys: DataKeys, loss: LossNeeds | None) -> tuple[RetrievalData | None, dict[str, RetrievalData]]:
     """Return the test set of the verdict, and the other test sets and the guard sets; repeated names become paths."""
     sources = _verdict_sources(keys, loss)
     tasks = [source.judged(takes_pairs=True) for source in sources]
@@ -419,10 +406,7 @@ def _read_verdict_sets(keys: DataKeys, loss: LossNeeds | None) -> tuple[Retrieva
             tasks[number] = replace(tasks[number], name=whole)
     test = tasks[0] if keys.test_data_path else None
     others = list(zip(sources, tasks, strict=True))[0 if test is None else 1 :]
-    return test, tuple(
-        FurtherSet("guard" if source.role == "guard" else "test", number, task)
-        for number, (source, task) in enumerate(others, start=1)
-    )
+    return test, {f"{source.role}-{number}": task for number, (source, task) in enumerate(others, start=1)}
 
 
 def _leaking_rows(

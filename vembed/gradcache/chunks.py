@@ -307,28 +307,6 @@ class Call:
         return torch.zeros_like(z).index_copy_(0, self.vectors, u_VE[self.positions])
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Share of a batch that keeps its graphs; the smaller of the two limits wins.
-
-    A tower that turns out to be frozen has no graphs to keep, but its calls count: less memory is taken than was meant.
-    """
-
-    share: float  # of the padded tokens, 0 to 1
-    tokens: int | None = None  # most padded tokens, whatever the batch; None for no such limit
-
-    def keeps(self, call_tokens: int, *, kept: int, total: int) -> bool:
-        """Return whether a call keeps its graph: that brings the share nearer to what was asked for, and fits.
-
-        Args:
-            call_tokens: Padded tokens of the call.
-            kept: Those that keep their graphs already.
-            total: Those of all calls.
-        """
-        nearer = kept + call_tokens / 2 <= self.share * total
-        return nearer and (self.tokens is None or kept + call_tokens <= self.tokens)
-
-
 def vector_counts(
     pools: Sequence[Pool], assignment: RowAssignment, ranks: Ranks, device: torch.device
 ) -> NDArray[np.int64] | None:
@@ -350,12 +328,22 @@ def vector_counts(
 
 
 def plan_calls(
-    pools: Sequence[Pool], positions_N: NDArray[np.int64], budget: ChunkBudget, keep: Retention, device: torch.device
+    pools: Sequence[Pool],
+    positions_N: NDArray[np.int64],
+    budget: ChunkBudget,
+    device: torch.device,
+    *,
+    retain: float,
+    retain_tokens: int | None = None,
 ) -> list[Call]:
-    """Cut pools into calls and say which are retained.
+    """Cut pools into calls and say which are retained; the smaller of the two limits wins.
+
+    A tower that turns out to be frozen has no graphs to keep, but its calls count: less memory is taken than was meant.
 
     Args:
         positions_N: First vector of each row of the batch among this rank's.
+        retain: Share of the padded tokens whose graphs are kept, 0 to 1.
+        retain_tokens: Most padded tokens whose graphs are kept, whatever the batch; None for no such limit.
     """
     calls: list[Call] = []
     for pool in pools:
@@ -372,14 +360,17 @@ def plan_calls(
             calls.append(Call(pool, chunk, to_device(torch.from_numpy(positions), device), vectors))
     # What fits one chunk as a whole needs no replay, though two towers see it in two calls.
     if fit_one_chunk(calls, budget):
-        keep = Retention(1.0)
+        retain, retain_tokens = 1.0, None
     # The last calls are retained, so that fewer calls without a graph run beside graphs that wait for pass 2.
     kept, num_tokens = 0, sum(call.chunk.padded_tokens for call in calls)
     for call in reversed(calls):
-        call.retained = keep.keeps(call.chunk.padded_tokens, kept=kept, total=num_tokens)
+        # A call keeps its graph where that brings the share nearer to what was asked for, and fits.
+        tokens = call.chunk.padded_tokens
+        nearer = kept + tokens / 2 <= retain * num_tokens
+        call.retained = nearer and (retain_tokens is None or kept + tokens <= retain_tokens)
         if not call.retained:
             break  # no gaps: a graph before this call would wait beside it
-        kept += call.chunk.padded_tokens
+        kept += tokens
     return calls
 
 

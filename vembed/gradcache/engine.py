@@ -28,7 +28,7 @@ import torch
 
 from vembed.distributed.ranks import Ranks
 from vembed.errors import VembedError
-from vembed.gradcache.chunks import Pool, Retention, RowAssignment, equal_calls, plan_calls, vector_counts
+from vembed.gradcache.chunks import Pool, RowAssignment, equal_calls, plan_calls, vector_counts
 from vembed.gradcache.gradients import ReplicatedGradients, ShardedGradients
 from vembed.gradcache.loss_stage import LossStage
 from vembed.gradcache.memory import MemoryGuard, RepairNeeded, free_cache
@@ -193,8 +193,14 @@ class GradCacheEngine:
         ranks, device = self.options.ranks, self.options.device
         # 1. Cut this rank's rows into encoder calls.
         counts_N = vector_counts(pools, assignment, ranks, device)
-        keep = Retention(self.memory.present.retain, self.options.retain_tokens)
-        calls = plan_calls(pools, assignment.positions(ranks.rank, counts_N), self.memory.budget, keep, device)
+        calls = plan_calls(
+            pools,
+            assignment.positions(ranks.rank, counts_N),
+            self.memory.budget,
+            device,
+            retain=self.memory.present.retain,
+            retain_tokens=self.options.retain_tokens,
+        )
         if self._gradients.needs_equal_calls:
             calls = equal_calls(calls, pools, ranks, device)
         # 2. Encode them. No collective may lie inside this guard: a rank that fails leaves it alone.

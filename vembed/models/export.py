@@ -114,7 +114,7 @@ def write_encoder(
     dtype: torch.dtype,
     extra_files: Callable[[Encoder, Form], Mapping[str, str]],
     *,
-    poll: Callable[[], None] = lambda: None,
+    poll: Callable[[], None],
 ) -> Exported:
     """Write an encoder that was loaded as the request's keys say, whatever its weights are now; it is used up.
 

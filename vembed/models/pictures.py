@@ -61,7 +61,7 @@ def process_pictures(
     images: Sequence[Image],
     process: Callable[[list[PIL.Image.Image]], dict[str, NDArray[Any]]],
     limits: ImageLimits,
-    background: Background = "white",
+    background: Background,
     *,
     own_mode: bool = False,
 ) -> dict[str, NDArray[Any]]:

@@ -98,14 +98,11 @@ def weigh(problem: PlanningProblem, way: Way) -> Candidate:
     if not way.gradient_cache and not keeps_all:  # plain training keeps all graphs, whether they fit or not
         activations = whole_batch_bytes(problem, way, call_tokens=chunks.tokens) or activations
     parts = replace(states, activations=activations, loss=loss, embeddings=gathered)
-    cut = Cut(chunks.rows, chunks.tokens, 1.0, None, way.gradient_checkpointing)
-    if way.gradient_cache:
-        cut = replace(cut, retain=chunks.retain, retain_tokens=chunks.retain_tokens)
-    sizes = least = _at_worst(problem, way, parts, cut)
+    kept = chunks if way.gradient_cache else replace(chunks, retain=1.0, retain_tokens=None)
+    sizes = least = _at_worst(problem, way, parts, kept)
     if way.gradient_cache:  # what a step that ran out of memory can fall back to
         small = choose_chunks(problem, way, room_bytes=0)
-        least_cut = replace(cut, rows=small.rows, tokens=small.tokens, retain=small.retain, retain_tokens=None)
-        least = _at_worst(problem, way, replace(parts, activations=small.activation_bytes), least_cut)
+        least = _at_worst(problem, way, replace(parts, activations=small.activation_bytes), small)
 
     compute = _compute_seconds(problem, way, model, kept=chunks.kept_share if way.gradient_cache else 1.0)
     sent, waiting = _communication(problem, way, model, chunks)
@@ -182,15 +179,15 @@ def _whole_bytes(problem: PlanningProblem, model: ModelSize) -> int:
 # The worst moment of a step -------------------------------------------------------------------------------------------
 
 
-def _at_worst(problem: PlanningProblem, way: Way, parts: BytesPerDevice, cut: Cut) -> BytesPerDevice:
+def _at_worst(problem: PlanningProblem, way: Way, parts: BytesPerDevice, chunks: ChunkPlan) -> BytesPerDevice:
     """Take off what is never there at the same time. An estimate by formula stays on the safe side: all adds up."""
     model = problem.sized(way)
     sampled = math.ceil((problem.sampled_tokens or 0) / max(1, problem.rows.local))
-    loads = [Load(tower, problem.tower_rows(tower), tower.max_tokens or sampled) for tower in model.towers]
-    if model.estimated or not all(load.width for load in loads):
+    loads = [(tower, problem.tower_rows(tower), tower.max_tokens or sampled) for tower in model.towers]
+    if model.estimated or not all(width for _, _, width in loads):
         return parts
-    loads.sort(key=lambda load: load.tower.items != "pictures")  # the engine encodes pictures first
-    activations = activation_moments(loads, cut)
+    loads.sort(key=lambda load: load[0].items != "pictures")  # the engine encodes pictures first
+    activations = activation_moments(loads, chunks, checkpointed=way.gradient_checkpointing)
     parts = replace(parts, activations=activations.most)
     value = max(GRADIENT_BYTES, model.bytes_per_value)
     # Where gradients are sharded at once, those of what blocks leave over come whole, when activations are gone:
@@ -204,26 +201,6 @@ def _at_worst(problem: PlanningProblem, way: Way, parts: BytesPerDevice, cut: Cu
         held=problem.config.gradient_accumulation_steps not in ("auto", 1),
     )
     return replace(parts, apart=parts.total - worst.total)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The rows of a step that one tower encodes on one device."""
-
-    tower: TowerSize
-    rows: float
-    width: int  # tokens of each row
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Limits of encoder calls, and of what keeps its graph."""
-
-    rows: int  # most rows of a call
-    tokens: int  # most padded tokens of a call
-    retain: float = 0.0  # share of the padded tokens whose graphs are kept
-    retain_tokens: int | None = None  # most padded tokens whose graphs are kept, None for no limit
-    checkpointed: bool = False  # whether layers are recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,16 +226,21 @@ class Activations:
         return self.copies + int(max([self.kept, *(moment.activations for moment in self.moments)]))
 
 
-def activation_moments(loads: Sequence[Load], cut: Cut) -> Activations:
+def activation_moments(
+    loads: Sequence[tuple[TowerSize, float, int]], chunks: ChunkPlan, *, checkpointed: bool
+) -> Activations:
     """Return the activations of a step at its worst moments.
 
     Args:
-        loads: The rows of each tower, in the order in which the towers are called: pictures before texts.
+        loads: Each tower, the rows that it encodes on one device, and the tokens of a row; in the order in which the
+            towers are called: pictures before texts.
+        chunks: Of these the limits of a call and of what keeps its graph.
+        checkpointed: Whether layers are recomputed.
     """
-    towers = [_Calls(load, cut) for load in loads if load.rows]
-    rows, tokens = sum(calls.load.rows for calls in towers), sum(calls.tokens for calls in towers)
-    retain, most = cut.retain * tokens, math.inf if cut.retain_tokens is None else cut.retain_tokens
-    if rows <= cut.rows and tokens <= cut.tokens:
+    towers = [_Calls(tower, rows, width, chunks, checkpointed=checkpointed) for tower, rows, width in loads if rows]
+    rows, tokens = sum(calls.rows for calls in towers), sum(calls.tokens for calls in towers)
+    retain, most = chunks.retain * tokens, math.inf if chunks.retain_tokens is None else chunks.retain_tokens
+    if rows <= chunks.rows and tokens <= chunks.tokens:
         retain = most = tokens  # what fits one call is never encoded again
     for calls in reversed(towers):  # the last calls are kept, up to the first that isn't
         calls.retain_last(retain, most)
@@ -266,7 +248,7 @@ def activation_moments(loads: Sequence[Load], cut: Cut) -> Activations:
         if calls.retained < calls.count:
             break
 
-    trainable = {calls.load.tower.name: calls.load.tower.num_trainable for calls in towers}
+    trainable = {calls.tower.name: calls.tower.num_trainable for calls in towers}
     with_gradients: set[str] = set()  # towers that have theirs
 
     def share() -> float:
@@ -277,7 +259,7 @@ def activation_moments(loads: Sequence[Load], cut: Cut) -> Activations:
     kept = alive = sum(calls.kept for calls in towers)
     moments: list[Moment] = []
     for calls in reversed(towers):
-        tower = calls.load.tower
+        tower = calls.tower
         if calls.retained and tower.num_trainable:
             saved, beyond = calls.costs(calls.last)
             moments += [Moment(alive + beyond, share()), Moment(alive - saved + tower.cast_bytes, share())]
@@ -292,7 +274,7 @@ def activation_moments(loads: Sequence[Load], cut: Cut) -> Activations:
     # The others are encoded again from the first one on, each with its graph alone. Two are enough: the first meets no
     # gradients of its tower, every other one meets them.
     for calls in towers:
-        tower, number = calls.load.tower, calls.count - calls.retained
+        tower, number = calls.tower, calls.count - calls.retained
         if not number or not tower.num_trainable:
             continue
         replayed = [calls.full] * min(2, number)
@@ -303,36 +285,36 @@ def activation_moments(loads: Sequence[Load], cut: Cut) -> Activations:
             moments.append(Moment(saved + beyond, share()))
             moments.append(Moment(tower.cast_bytes, share(), fresh=tower.name in with_gradients))
             with_gradients |= {tower.name, *tower.through}
-    return Activations(kept, tuple(moments), sum(calls.load.tower.cast_bytes for calls in towers))
+    return Activations(kept, tuple(moments), sum(calls.tower.cast_bytes for calls in towers))
 
 
 class _Calls:
     """The calls of one tower: full ones, and a last one of the rows that are left."""
 
-    def __init__(self, load: Load, cut: Cut) -> None:
-        self.load, self._checkpointed = load, cut.checkpointed
-        self.full = min(load.rows, max(1, min(cut.rows, cut.tokens // load.width)))  # rows of a full call
-        self.count = math.ceil(load.rows / self.full)
-        self.last = load.rows - (self.count - 1) * self.full  # rows of the last call
+    def __init__(self, tower: TowerSize, rows: float, width: int, chunks: ChunkPlan, *, checkpointed: bool) -> None:
+        self.tower, self.rows, self._width, self._checkpointed = tower, rows, width, checkpointed
+        self.full = min(rows, max(1, min(chunks.rows, chunks.tokens // width)))  # rows of a full call
+        self.count = math.ceil(rows / self.full)
+        self.last = rows - (self.count - 1) * self.full  # rows of the last call
         self.retained = 0  # calls
 
     @property
     def tokens(self) -> float:
         """Padded tokens of all calls."""
-        return self.load.rows * self.load.width
+        return self.rows * self._width
 
     @property
     def retained_tokens(self) -> float:
         """Padded tokens of the retained calls."""
-        return self._retained_rows * self.load.width
+        return self._retained_rows * self._width
 
     @property
     def kept(self) -> float:
         """Bytes of the graphs of the retained calls."""
         if not self.retained:
             return 0.0
-        cost = self.load.tower.kept(checkpointed=self._checkpointed)
-        return cost.of(self._retained_rows, self.load.width) + (self.retained - 1) * cost.per_call
+        cost = self.tower.kept(checkpointed=self._checkpointed)
+        return cost.of(self._retained_rows, self._width) + (self.retained - 1) * cost.per_call
 
     @property
     def _retained_rows(self) -> float:
@@ -340,16 +322,15 @@ class _Calls:
 
     def retain_last(self, wanted: float, most: float) -> None:
         """Keep the graphs of the last calls: up to the one that comes nearest to the tokens wanted, and to the most."""
-        last, full = self.last * self.load.width, self.full * self.load.width
+        last, full = self.last * self._width, self.full * self._width
         if last / 2 <= wanted and last <= most:
             further = min((wanted - last) / full + 0.5, (most - last) / full)
             self.retained = min(self.count, 1 + max(0, math.floor(further)))
 
     def costs(self, rows: float) -> tuple[float, float]:
         """Return the bytes that a call of so many rows keeps, and what its backward takes beyond."""
-        tower, width = self.load.tower, self.load.width
-        saved = tower.kept(checkpointed=self._checkpointed).of(rows, width)
-        return saved, max(0.0, tower.passing(rows, width, checkpointed=self._checkpointed))
+        saved = self.tower.kept(checkpointed=self._checkpointed).of(rows, self._width)
+        return saved, max(0.0, self.tower.passing(rows, self._width, checkpointed=self._checkpointed))
 
 
 def peak_of_step(

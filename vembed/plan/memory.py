@@ -169,11 +169,6 @@ class ModelSize:
         """Return the numbers of all embeddings of so many of the longest items."""
         return round((num_queries * self.query_vectors + num_documents * self.row_vectors) * self.dimension)
 
-    @property
-    def activation_bytes_per_token(self) -> int:
-        """Bytes that one token of the longest item keeps for backward, in the tower where it keeps most."""
-        return self.kept_bytes_per_token(checkpointed=False)
-
     def kept_bytes_per_token(self, *, checkpointed: bool, call_tokens: float = math.inf) -> int:
         """Return what one token of the longest item keeps for backward, in the tower where it keeps most.
 
@@ -251,11 +246,6 @@ class BatchRows:
     num_documents: int  # of one device, positives and hard negatives
     all_queries: int  # of all devices
     all_documents: int
-
-    @classmethod
-    def of_one(cls, num_queries: int, num_documents: int) -> BatchRows:
-        """Return the rows of a single device."""
-        return cls(num_queries, num_documents, num_queries, num_documents)
 
     @property
     def local(self) -> int:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from vembed.batch import Composed, Features, Image, modality_of
-from vembed.data.augment import Augmenter
+from vembed.batch import Augmentation, Composed, Features, Image, modality_of
+from vembed.data.augment import augmented_record
 from vembed.data.collate import collate
 from vembed.gradcache.chunks import RowAssignment
 from vembed.gradcache.engine import Pool
@@ -129,7 +129,7 @@ class BatchSource:
     sampler: GlobalSampler  # which records make up which batch
     encoder: Encoder
     device: torch.device
-    augmenter: Augmenter
+    augmentation: Augmentation  # that of the run
     rank: int = 0  # this process among those that share a batch
     world_size: int = 1
     stored: ItemVectors | None = None  # embeddings of items that a frozen tower would encode
@@ -157,7 +157,7 @@ class BatchSource:
         rows = self.sampler.rows(number).tolist()
         epoch = number // self.sampler.batches_per_epoch
         records = [
-            self.augmenter.record(record, row=row, epoch=epoch)
+            augmented_record(record, self.augmentation, row=row, epoch=epoch)
             for record, row in zip(self.records.take(rows), rows, strict=True)
         ]
         batch = collate(records, rows)
@@ -294,7 +294,7 @@ def batch_source(run: Run, answers: Answers | None) -> BatchSource:
         run.sampler,
         run.encoder,
         run.device,
-        Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed),
+        Augmentation(config.image_augmentation, config.image_flip, config.seed),
         rank=ranks.rank,
         world_size=ranks.world_size,
         answers=answers,
@@ -325,7 +325,7 @@ def frozen_items(run: Run) -> FrozenItems | None:
         Path(config.embedding_cache) if is_shared else run.output.frozen_embeddings,
         is_shared=is_shared,
         epochs=plan.steps.total / plan.steps.per_epoch,
-        augments=Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed).acts,
+        augments=Augmentation(config.image_augmentation, config.image_flip, config.seed).acts,
         precision=plan.dtype,
         passes=Passes(run.device, run.autocast_dtype),
         sharded=run.sharded,

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from vembed.data.judged import RetrievalData
     from vembed.data.overlap import Overlap
-    from vembed.data.run_data import FurtherSet
     from vembed.evaluation.judge import SetRole
     from vembed.evaluation.keys import Bm25Language
     from vembed.evaluation.results import EvaluationResult
@@ -55,7 +54,8 @@ class Evaluations:
     # Whether the untrained and the trained model are measured in reverse too, on the verdict's set; evaluations in
     # between never are.
     both_directions: bool = False
-    further: tuple[FurtherSet, ...] = ()  # measured before and after training, besides
+    # Measured before and after training, besides: folder -> set; a folder begins with the set's role, "guard-1".
+    further: Mapping[str, RetrievalData] = field(default_factory=dict)
     overlaps: Mapping[str, Overlap] = field(default_factory=dict)  # set -> what the training rows share with it
     ranks: Ranks = field(default_factory=Ranks)  # who takes part. All must make the same calls.
     _said: set[str] = field(default_factory=set)
@@ -75,7 +75,7 @@ class Evaluations:
         """
         names = ["step-0" if self.test is None else "baseline"]
         names += [f"baseline{REVERSED_SUFFIX}"] if self.both_directions else []
-        names += [f"{further.folder}/baseline" for further in self.further]
+        names += [f"{folder}/baseline" for folder in self.further]
         for name in names:
             if not self._is_there(name):
                 raise MachineError(
@@ -88,8 +88,8 @@ class Evaluations:
 
         On resuming they are read back.
         """
-        for further in self.further:
-            self._once(f"{further.folder}/baseline", further.task)
+        for folder, task in self.further.items():
+            self._once(f"{folder}/baseline", task)
         # Without a test set the verdict is on the dev set, whose evaluation of step 0 is the baseline too. It is copied
         # under that name, so that whoever reads the folder finds a baseline in either case.
         reversed_name = self._reversed_name("baseline")
@@ -118,10 +118,10 @@ class Evaluations:
     def outcomes(self) -> tuple[SetOutcome, ...]:
         """Evaluate the kept model on the further sets."""
         outcomes = []
-        for further in self.further:
-            final = self._evaluate(f"{further.folder}/final", further.task).forward
-            baseline = self._read(f"{further.folder}/baseline")
-            outcomes.append(self._outcome(further.folder, further.role, baseline, final))
+        for folder, task in self.further.items():
+            final = self._evaluate(f"{folder}/final", task).forward
+            role: SetRole = "guard" if folder.startswith("guard-") else "test"
+            outcomes.append(self._outcome(folder, role, self._read(f"{folder}/baseline"), final))
         return tuple(outcomes)
 
     def verdict_outcome(self, baseline: EvaluationResult, final: EvaluationResult) -> SetOutcome:

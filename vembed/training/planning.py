@@ -100,7 +100,7 @@ def build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
 def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
     model = measured_model(config, runtime.machine)
     counts, items = data.counts, data.counts.items
-    tasks = [data.dev, data.test, *(further.task for further in data.further)]
+    tasks = [data.dev, data.test, *data.further.values()]
     sets = {task.name: ItemCounts.of(task).modalities for task in tasks if task is not None}
     refuse_unread(config.model_name, model.modalities, {" and ".join(data.sources): items.modalities, **sets})
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from vembed.batch import MODALITY_WORDS, Features
-from vembed.gradcache.chunks import ChunkBudget, Pool, Retention, plan_calls
+from vembed.gradcache.chunks import ChunkBudget, Pool, plan_calls
 from vembed.gradcache.passes import RngState
 from vembed.vectors.items import ItemVectors, StoredSide, distinct_items
 from vembed.vectors.provenance import model_key
@@ -174,7 +174,7 @@ def _probe(encoder: Encoder, items: Sequence[SideItems], passes: Passes) -> tupl
     try:
         for each in items:
             pool = Pool(encoder, encoder.collate, encoder.featurize(each.sample(1), each.side), alone)
-            calls = plan_calls([pool], alone, ChunkBudget(1, 1), Retention(0.0), passes.device)
+            calls = plan_calls([pool], alone, ChunkBudget(1, 1), passes.device, retain=0.0)
             passes.first(calls, num_vectors=1)
             are_frozen += [call.frozen for call in calls]
         after = RngState.capture(passes.device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from functools import lru_cache
 from io import BytesIO
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 import PIL.Image
 import PIL.ImageDraw
@@ -63,12 +63,8 @@ COLUMNS = (16, 64, 128)
 FONT = lru_cache(maxsize=1)(PIL.ImageFont.load_default_imagefont)
 
 
-class Line(NamedTuple):
-    """One line of a register."""
-
-    kind: str
-    adjective: str
-    noun: str
+Line: TypeAlias = tuple[str, str, str]
+"""One line of a register: kind, adjective, noun."""
 
 
 def load(role: Role) -> LoadedRecords:
@@ -90,7 +86,7 @@ def pages_of(role: Role) -> tuple[tuple[Line, ...], ...]:
     """Return the lines of each page of a split."""
     of_kind = {}
     for kind in KINDS:
-        lines = (Line(kind, *words) for words in itertools.product(ADJECTIVES, NOUNS))
+        lines = itertools.product([kind], ADJECTIVES, NOUNS)
         of_split = (line for line in lines if role_by_hash(f"split|{' '.join(line)}") == role)
         of_kind[kind] = iter(sorted(of_split, key=_hash))
     pages = []
@@ -103,7 +99,8 @@ def pages_of(role: Role) -> tuple[tuple[Line, ...], ...]:
 
 def question_of(line: Line) -> str:
     """Return the question that a line answers, in one of several forms."""
-    return QUESTIONS[_hash(line, "question") % len(QUESTIONS)].format(**line._asdict())
+    kind, adjective, noun = line
+    return QUESTIONS[_hash(line, "question") % len(QUESTIONS)].format(kind=kind, adjective=adjective, noun=noun)
 
 
 def draw_page(lines: tuple[Line, ...], number: int) -> bytes:

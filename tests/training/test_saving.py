@@ -182,14 +182,14 @@ def test_each_difference_of_two_stamps_is_named_with_both_values_however_deep() 
         "deep": {"rate": 1e-5, "dims": [64, 128]},
         "lora": {},
     }
-    now = {"size": 4, "deep": {"rate": 2e-5, "dims": (64,)}, "lora": {"r": 16}, "on": 1, "new": "x"}
+    now = {"size": 4, "deep": {"rate": 2e-5, "dims": (64,)}, "lora": {"r": 16}, "flag": 1, "new": "x"}
     assert stamp_differences(saved, now) == {
         "gone": "gone: null in the checkpoint, (absent) in this run",
         "size": "size: 2 in the checkpoint, 4 in this run",
         "deep.rate": "deep.rate: 1e-05 in the checkpoint, 2e-05 in this run",
         "deep.dims": "deep.dims: [64, 128] in the checkpoint, [64] in this run",
         "lora": "lora: {} in the checkpoint, (absent) in this run",
-        "on": "on: true in the checkpoint, 1 in this run",
+        "flag": "flag: true in the checkpoint, 1 in this run",
         "lora.r": "lora.r: (absent) in the checkpoint, 16 in this run",
         "new": 'new: (absent) in the checkpoint, "x" in this run',
     }

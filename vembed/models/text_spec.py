@@ -46,7 +46,7 @@ FLOAT32_ONLY = {"xlnet": "XLNet makes the weights of its attention in float32, w
 BIDIRECTIONAL_TYPES = frozenset(
     {"gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
 )
-"""Decoders whose tokens see both sides where their config says so (tests/models/test_bidirectional.py)."""
+"""Decoders whose tokens see both sides where their config says so (tests/models/test_attention_masks.py)."""
 
 ROBERTA_LIKE = frozenset(
     {"roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod", "mpnet", "longformer"}

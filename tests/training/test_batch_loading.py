@@ -25,7 +25,7 @@ from vembed.batch import Image
 from vembed.config.schema import Config
 from vembed.data.augment import Augmenter
 from vembed.data.images import ImageError
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.sampler import GlobalSampler
 from vembed.errors import DataError, MachineError
 from vembed.losses.base import BatchStructure
@@ -72,7 +72,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def records_of(rows: Path) -> LoadedRecords:
-    return read(str(rows), "train").records()
+    return DataSource(str(rows), "train").records()
 
 
 def source_of(rows: Path, model: str = "builtin:tiny-clip", *, augmenter: Augmenter | None = None) -> BatchSource:

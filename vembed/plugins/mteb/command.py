@@ -86,4 +86,4 @@ def scores_table(scores: Mapping[str, Sequence[TaskScore]]) -> list[str]:
     if len(rows) > 1:
         means = [metric_text(fmean(score.value for score in column)) for column in scores.values()]
         lines.append([f"mean of {len(rows)} tasks", measures.pop() if len(measures) == 1 else "", *means])
-    return table_lines(Table(["task", "measure", *scores], lines, words=frozenset({0, 1})))
+    return table_lines(Table(["task", "measure", *scores], lines, text_columns=frozenset({0, 1})))

@@ -21,7 +21,7 @@ from paired_runs import ONLY_TRAINS
 
 import vembed
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.evaluation.graded import load_pairs, measure_pairs, size_text
 
 GRADES = (1.0, 0.5, 0.0)
@@ -62,7 +62,7 @@ def main() -> None:
     )
     untrained = run / "initial_model"  # written of a model that starts from random weights
     models = {"before": str(untrained) if untrained.exists() else arguments.model, "after": str(run / "model")}
-    pairs = load_pairs(read(str(test), "test", DataKeys(label_kind="grade")))
+    pairs = load_pairs(DataSource(str(test), "test", DataKeys(label_kind="grade")))
     similarities = {name: pairs.similarities(vembed.load(model).item_encoder(256)) for name, model in models.items()}
     outcome = measure_pairs(pairs, similarities)
     print(f"{size_text(outcome)}: {outcome.verdicts['after'].sentence}")

@@ -21,7 +21,7 @@ from vembed.data.builtin import load_builtin, load_builtin_retrieval, pages, sha
 from vembed.data.builtin.pages import COLUMNS, KINDS, LINES, SCALE, Line
 from vembed.data.builtin.shapes import BACKGROUNDS, COLOURS, Scene
 from vembed.data.keys import Role
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.table import LoadedRecords, RecordTable
 from vembed.errors import DataError
 
@@ -94,7 +94,7 @@ def test_bytes_are_the_same_on_every_machine() -> None:
 
 
 def test_each_question_searches_all_pages_of_its_split() -> None:
-    task = read("builtin:pages", "test").judged()
+    task = DataSource("builtin:pages", "test").judged()
     assert (len(task.queries), len(task.documents)) == (1000, 200)
     assert all(list(grades.values()) == [1] for grades in task.qrels.values())
     dev = load_builtin("pages", "dev")
@@ -255,9 +255,9 @@ def test_another_process_draws_the_same(tables: dict[Role, RecordTable]) -> None
 
 
 def test_the_set_is_reached_by_name() -> None:
-    assert len(read("builtin:shapes", "validation").records().table) == 500
+    assert len(DataSource("builtin:shapes", "validation").records().table) == 500
     assert len(load_builtin("shapes", "dev").table) == 500
-    task = read("builtin:shapes", "test").judged()
+    task = DataSource("builtin:shapes", "test").judged()
     assert task.name == "shapes/test"
     assert len(task.documents) == 1000
     assert all(isinstance(item, Image) for item in task.documents.values())
@@ -365,14 +365,14 @@ def test_files_that_do_not_parse_are_counted(tmp_path: Path) -> None:
 
 
 def test_role_and_split_name_the_same_part() -> None:
-    by_role = read("builtin:stdlib-code", "validation").records()
-    by_split = read("builtin:stdlib-code", "train", split="dev").records()
+    by_role = DataSource("builtin:stdlib-code", "validation").records()
+    by_split = DataSource("builtin:stdlib-code", "train", split="dev").records()
     assert by_role.table.fingerprint == by_split.table.fingerprint
-    assert by_role.table.fingerprint != read("builtin:stdlib-code", "test").records().table.fingerprint
+    assert by_role.table.fingerprint != DataSource("builtin:stdlib-code", "test").records().table.fingerprint
 
 
 def test_as_retrieval_each_docstring_searches_the_bodies_of_its_split() -> None:
-    task = read("builtin:stdlib-code", "test").judged()
+    task = DataSource("builtin:stdlib-code", "test").judged()
     count = len(load_builtin("stdlib-code", "test").table)
     assert task.name == "stdlib-code/test"
     assert len(task.queries) == len(task.documents) == len(task.qrels) == count
@@ -381,6 +381,6 @@ def test_as_retrieval_each_docstring_searches_the_bodies_of_its_split() -> None:
 
 def test_an_unknown_set_or_split_is_refused_with_the_nearest() -> None:
     with pytest.raises(DataError, match="did you mean 'stdlib-code'"):
-        read("builtin:stdlib_code", "train").records()
+        DataSource("builtin:stdlib_code", "train").records()
     with pytest.raises(DataError, match="it has: train, dev, test"):
-        read("builtin:stdlib-code", "train", split="trian").records()
+        DataSource("builtin:stdlib-code", "train", split="trian").records()

@@ -14,7 +14,7 @@ from vembed.config.schema import Config
 from vembed.data.columns import COLUMNS
 from vembed.data.keys import DataKeys, LabelKind
 from vembed.data.presets import PRESETS
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.errors import DataError
 from vembed.registry import DATASETS
 
@@ -37,7 +37,7 @@ def test_the_rows_load_as_what_they_are_said_to_be(tmp_path: Path, paint: Paint,
     write_pictures(rows, paint)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    loaded = read(str(path), "train").records()
+    loaded = DataSource(str(path), "train").records()
     assert len(loaded.table) == len(rows)
     assert loaded.notes == ()
     for record in loaded.table:
@@ -54,11 +54,11 @@ def test_numbers_beside_two_texts_load_as_each_kind_says_and_are_never_guessed_a
         assert f"\n| `{kind}` | " in DOCUMENT
         options = {"role": "train", "keys": DataKeys(label_kind=kind)}
         if kind in expected:
-            table = read(str(tmp_path / "rows.jsonl"), **options).records().table
+            table = DataSource(str(tmp_path / "rows.jsonl"), **options).records().table
             assert [(record.label, record.scores) for record in table] == expected[kind]
         else:
             with pytest.raises(DataError, match="label holds 0 and 1 beside two texts"):
-                read(str(tmp_path / "rows.jsonl"), **options).records()
+                DataSource(str(tmp_path / "rows.jsonl"), **options).records()
 
 
 def test_the_corpus_loads_as_what_it_is_said_to_be(tmp_path: Path, paint: Paint) -> None:
@@ -68,7 +68,7 @@ def test_the_corpus_loads_as_what_it_is_said_to_be(tmp_path: Path, paint: Paint)
     (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "red"}\n')
     (tmp_path / "qrels").mkdir()
     (tmp_path / "qrels/test.tsv").write_text("q\td2\t1\n")
-    documents = read(str(tmp_path), "test").judged().documents
+    documents = DataSource(str(tmp_path), "test").judged().documents
     folder = tmp_path.resolve()
     assert documents == {
         "d1": Image(str(folder / "shirts/blue.jpg")),

@@ -13,7 +13,7 @@ from kit.rows import Jsonl
 from vembed.data.collate import collate
 from vembed.data.columns import ExtraColumn, LossNeeds
 from vembed.data.keys import DataKeys, Role
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.table import LoadedRecords
 from vembed.errors import ConfigError, DataError
 from vembed.losses.base import BatchStructure
@@ -33,7 +33,7 @@ ROWS = [{"query": f"q{n}", "positive": f"p{n}", "weight": n / 4, "topic": n % 3}
 
 def rows_for(path: Path | str, needs: LossNeeds | None = NEEDS, role: Role = "train", **keys: Any) -> LoadedRecords:
     """Read rows for a toy loss."""
-    return read(str(path), role, DataKeys.model_construct(**keys), loss=needs).records()
+    return DataSource(str(path), role, DataKeys.model_construct(**keys), loss=needs).records()
 
 
 def numbers(path: Path | str, **more: Any) -> list[dict[str, int | float]]:

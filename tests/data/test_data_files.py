@@ -13,8 +13,8 @@ import pytest
 from kit.rows import Jsonl, load, only, queries, refusal
 
 from vembed.data import lines as lines_module
+from vembed.data.describe import describe
 from vembed.data.keys import Role
-from vembed.data.read import describe
 
 GOOD = {"query": "a query", "positive": "an answer"}
 
@@ -252,7 +252,7 @@ def test_the_suffix_wins_where_it_splits_evenly(tmp_path: Path) -> None:
 
 
 def test_a_row_that_goes_on_behind_the_sample_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vembed.data.formats.SAMPLE_LINES", 3)
+    monkeypatch.setattr("vembed.data.text_tables.SAMPLE_LINES", 3)
     path = tmp_path / "t.csv"
     path.write_text('query;positive\na;b\n"c\nd\ne";f\n')
     assert pairs(path) == [("a", "b"), ("c\nd\ne", "f")]

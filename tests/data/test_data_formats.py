@@ -18,7 +18,7 @@ import pytest
 
 import vembed
 from vembed.data.formats import iter_rows
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.registry import FORMATS
 from vembed.testing.formats import NUM_ROWS, FormatContract, Row, pairs
@@ -257,20 +257,20 @@ def test_what_a_reader_of_a_plugin_raises_is_told_with_the_file(rows_of: Callabl
 
     path = rows_of(undecodable)
     with pytest.raises(DataError, match=r"a\.toy:1: can't be read on as \.toy: .*invalid start byte"):
-        read(str(path), "train").records()
+        DataSource(str(path), "train").records()
 
     def refused(path: Path) -> Iterator[tuple[int, Row]]:
         raise OSError(5, "Input/output error")
         yield
 
     with pytest.raises(MachineError, match=r"can't read .*a\.toy: Input/output error"):
-        read(str(rows_of(refused)), "train").records()
+        DataSource(str(rows_of(refused)), "train").records()
 
 
 def test_what_a_plugin_yields_is_checked_as_a_row_of_json_is(rows_of: Callable[..., Path]) -> None:
     path = rows_of(lambda path: [(3, pairs(1)[0]), (5, ["no", "row"]), (9, "not whole"), (12, {"query": 1})])
     with pytest.raises(DataError) as caught:
-        read(str(path), "train").records()
+        DataSource(str(path), "train").records()
     lines = str(caught.value).splitlines()
     assert "  a.toy:5: expected a JSON object, got list" in lines
     assert "  a.toy:9: not whole" in lines
@@ -288,7 +288,7 @@ def test_a_format_named_like_jsonl_is_read_by_its_plugin_in_every_way(registered
     path = tmp_path / "rows.jsonlines"
     path.write_text("".join(json.dumps(row) + "\n" for row in pairs()))
     expected = [f"plugin: {row['query']}" for row in pairs()]
-    source = read(str(path), "train")
+    source = DataSource(str(path), "train")
     assert [row["query"] for row in source.raw_rows(NUM_ROWS)] == expected
     assert [record.query for record in source.records().table] == expected
     assert [*source.judged().queries.values()] == expected
@@ -298,7 +298,7 @@ def test_a_cell_of_parquet_without_a_python_value_is_told_in_words(tmp_path: Pat
     path = tmp_path / "rows.parquet"
     assert TestParquet().write_unreadable(path, pairs(), 3)
     with pytest.raises(DataError, match=r"rows\.parquet:3: positive: a value of type string invalid UTF-8"):
-        read(str(path), "train").records()
+        DataSource(str(path), "train").records()
 
 
 def test_rows_that_are_kept_follow_from_the_code_that_read_them(
@@ -310,9 +310,9 @@ def test_rows_that_are_kept_follow_from_the_code_that_read_them(
     monkeypatch.setattr(table_cache, "LEAST_BYTES", 0)
     path = tmp_path / "rows.pairs"
     path.write_text("q => d\n")
-    kept = {read(str(path), "train").records().table.folder for _ in range(2)}
+    kept = {DataSource(str(path), "train").records().table.folder for _ in range(2)}
     Path(str(recipe.__file__)).write_text(CODE + "# changed\n")
-    kept.add(read(str(path), "train").records().table.folder)
+    kept.add(DataSource(str(path), "train").records().table.folder)
     assert len(kept) == 2
 
 
@@ -327,6 +327,6 @@ def test_a_reader_is_closed_where_only_its_first_rows_are_taken(rows_of: Callabl
             closed.append(path.name)
 
     path = rows_of(endless)
-    read(str(path), "train").peek()
+    DataSource(str(path), "train").peek()
     assert next(iter_rows(path))[0] == 1
     assert closed == ["a.toy"] * 2

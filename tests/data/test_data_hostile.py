@@ -19,18 +19,18 @@ import pyarrow.parquet as pq
 import pytest
 from kit.rows import Jsonl, load, png, queries
 
-from vembed.data import formats, lines, table_writer
+from vembed.data import arrow_files, lines, table_writer
 from vembed.data.columns import ColumnResolver
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.entrypoints.command import run_command
 from vembed.errors import DataError, MachineError, VembedError
 
 ROW = {"query": "q", "positive": "p"}
 
 READERS: dict[str, Callable[[str], object]] = {
-    "records": lambda path: read(path, "train").records(),
-    "retrieval": lambda path: read(path, "test").judged(),
-    "corpus": lambda path: list(read(path, "test").documents()),
+    "records": lambda path: DataSource(path, "train").records(),
+    "retrieval": lambda path: DataSource(path, "test").judged(),
+    "corpus": lambda path: list(DataSource(path, "test").documents()),
 }
 
 
@@ -139,7 +139,7 @@ def test_a_parquet_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
 def test_a_text_that_parquet_stores_once_is_refused_before_its_repeats_fill_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "ROW_FREE_BYTES", 2**25)
+    monkeypatch.setattr(arrow_files, "ROW_FREE_BYTES", 2**25)
     path = tmp_path / "t.parquet"
     stored_once = pa.DictionaryArray.from_arrays(pa.array([0] * 4096), pa.array(["x" * 2**18]))
     pq.write_table(pa.table({"query": ["q"] * 4096, "positive": stored_once}), path, store_schema=False)
@@ -151,7 +151,7 @@ def test_a_text_that_parquet_stores_once_is_refused_before_its_repeats_fill_memo
 def test_pages_that_unpack_to_hundreds_of_times_their_size_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "PAGE_FREE_BYTES", 2**20)
+    monkeypatch.setattr(arrow_files, "PAGE_FREE_BYTES", 2**20)
     path = tmp_path / "t.parquet"
     table = pa.table({"query": ["q"] * 4, "positive": ["x" * 2**20] * 4})
     pq.write_table(table, path, use_dictionary=False, compression="zstd")
@@ -167,7 +167,7 @@ def test_rows_of_nothing_are_refused(tmp_path: Path) -> None:
 def test_a_row_of_parquet_over_the_limit_is_named_and_the_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "MAX_ROW_BYTES", 2**20)
+    monkeypatch.setattr(arrow_files, "MAX_ROW_BYTES", 2**20)
     texts = ["a", "b" * (2**20 + 1), "c" * (2**20 - 100)]
     pq.write_table(pa.table({"query": ["q"] * 3, "positive": texts}), tmp_path / "t.parquet")
     assert refused_by(tmp_path / "t.parquet").splitlines()[1] == "  t.parquet:2: a row of over 1 MiB"
@@ -346,8 +346,8 @@ def test_an_error_in_the_last_row_is_named(tmp_path: Path, count: int) -> None:
 
 PEAK = """
 import resource, sys
-from vembed.data.read import read
-loaded = read(sys.argv[1], "train").records()
+from vembed.data.read import DataSource
+loaded = DataSource(sys.argv[1], "train").records()
 print(len(loaded.table), int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]))
 """
 

@@ -15,7 +15,7 @@ from vembed.batch import Composed, Image, ImageLimits, content_id
 from vembed.data.collate import collate
 from vembed.data.hold_out import hold_out
 from vembed.data.images import ImageError, item_id
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.sampler import GlobalSampler
 from vembed.errors import DataError
 from vembed.training.batches import estimated_costs
@@ -380,17 +380,17 @@ def test_a_list_beside_an_id_is_one_document_of_a_beir_folder_and_of_a_corpus(
     (tmp_path / "qrels").mkdir()
     (tmp_path / "qrels/test.tsv").write_text("q\td1\t1\n")
     expected = [Composed(pages[:2], ""), Composed((pages[2], pages[0]), "with a text"), pages[2]]
-    task = read(str(tmp_path), "test").judged()
+    task = DataSource(str(tmp_path), "test").judged()
     assert list(task.documents.values()) == expected
     assert task.queries == {"q": Composed(pages[1:], "")}
-    documents = list(read(str(tmp_path), "test").documents())
+    documents = list(DataSource(str(tmp_path), "test").documents())
     assert [document.item for document in documents] == expected
     assert [document.path for document in documents] == ["red.png + green.png", "blue.png + red.png", "blue.png"]
 
 
 def test_rows_without_an_id_are_a_corpus_of_their_documents(jsonl: Jsonl, pages: tuple[Image, ...]) -> None:
     rows = [{"caption": "c", "image": [["red.png", "green.png"], "blue.png"]}, {"image": [["red.png", "green.png"]]}]
-    corpus = read(str(jsonl(rows)), "test").documents()
+    corpus = DataSource(str(jsonl(rows)), "test").documents()
     documents = list(corpus)
     assert [document.item for document in documents] == [Composed(pages[:2], ""), pages[2]]
     assert [document.text for document in documents] == ["c", "c"]

@@ -13,7 +13,7 @@ from vembed.data import judged
 from vembed.data.collate import collate
 from vembed.data.judged import RetrievalData, find_split
 from vembed.data.keys import DataKeys, Role
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.errors import DataError
 from vembed.evaluation.evaluate import RunBuilder
 
@@ -21,7 +21,7 @@ QRELS = "query-id\tcorpus-id\tscore\n"
 
 
 def judged_set(path: Path | str, role: Role = "test", split: str | None = None, **keys: Any) -> RetrievalData:
-    return read(str(path), role, DataKeys(**keys), split=split).judged()
+    return DataSource(str(path), role, DataKeys(**keys), split=split).judged()
 
 
 def append(path: Path, *rows: dict[str, object] | str) -> None:
@@ -407,7 +407,7 @@ def test_a_column_mapping_has_no_effect_on_a_beir_folder(beir_files: Path) -> No
 def test_what_a_command_was_given_is_named_as_the_command_names_it(name: str, tmp_path: Path) -> None:
     options = {"role": "test", "user_names": ("--data", "--split")}
     with pytest.raises(DataError, match=r"^--data: "):
-        read(f"{tmp_path}/{name}" if ":" not in name else name, **options).judged()
+        DataSource(f"{tmp_path}/{name}" if ":" not in name else name, **options).judged()
 
 
 def test_a_split_that_is_not_there_is_named_as_the_command_names_it(tmp_path: Path) -> None:
@@ -416,10 +416,10 @@ def test_a_split_that_is_not_there_is_named_as_the_command_names_it(tmp_path: Pa
     (tmp_path / "dev.jsonl").write_text(rows)
     options = {"role": "test", "split": "tset", "user_names": ("--data", "--split")}
     with pytest.raises(DataError, match="Choose one with --split, or name the file in --data"):
-        read(str(tmp_path), **options).judged()
+        DataSource(str(tmp_path), **options).judged()
     (tmp_path / "qrels").mkdir()
     (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n")
     for part in ("corpus", "queries"):
         (tmp_path / f"{part}.jsonl").touch()
     with pytest.raises(DataError, match=r"Choose one with --split$"):
-        read(str(tmp_path), **options).judged()
+        DataSource(str(tmp_path), **options).judged()

@@ -9,7 +9,7 @@ from kit.rows import Jsonl, Paint, load, only, refusal
 
 from vembed.data.collate import collate
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.table import RecordTable
 from vembed.errors import DataError
 
@@ -61,14 +61,14 @@ def test_numbers_beside_two_texts_are_refused_with_the_choices(jsonl: Jsonl, row
     assert f"column_mapping: {{{column}: null}}" in message
     assert len(read_rows(jsonl, rows, column_mapping={column: None})) == len(rows)
     with pytest.raises(DataError, match="which can mean three things"):
-        read(str(jsonl(rows)), "test").judged()
+        DataSource(str(jsonl(rows)), "test").judged()
 
 
 def test_all_files_of_a_source_are_judged_together(jsonl: Jsonl) -> None:
     folder = jsonl(PAIRS[:1], "rows/a.jsonl").parent
     jsonl(PAIRS[1:], "rows/b.jsonl")
     with pytest.raises(DataError, match=r"a\.jsonl:1: label holds 0 and 1 beside two texts"):
-        read(str(folder), "train").records()
+        DataSource(str(folder), "train").records()
 
 
 @pytest.mark.parametrize("label", ["spam", "cat", "c12", "1f600", "1, 2"])
@@ -187,10 +187,10 @@ def test_csv_holds_truth_and_grades_too(jsonl: Jsonl) -> None:
 def test_only_pairs_that_belong_together_are_relevant(jsonl: Jsonl) -> None:
     rows = [*PAIRS, {"sentence1": "it rains", "sentence2": "it pours", "label": 1}]
     for kind in ("pair", "grade"):
-        task = read(str(jsonl(rows)), "test", DataKeys(label_kind=kind)).judged()  # type: ignore[arg-type]
+        task = DataSource(str(jsonl(rows)), "test", DataKeys(label_kind=kind)).judged()  # type: ignore[arg-type]
         assert sorted(task.queries.values()) == ["a cat sits", "it rains"]
         assert sorted(task.documents.values()) == sorted(str(row["sentence2"]) for row in rows)
         assert sorted(len(grades) for grades in task.qrels.values()) == [1, 1]
         assert "1 query has no document that belongs to it and isn't searched." in task.notes
     with pytest.raises(DataError, match="no query has a document that belongs to it"):
-        read(str(jsonl(PAIRS[1:])), "test", DataKeys(label_kind="pair")).judged()
+        DataSource(str(jsonl(PAIRS[1:])), "test", DataKeys(label_kind="pair")).judged()

@@ -31,7 +31,7 @@ from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys
 from vembed.data.picture_survey import ItemCounts, RetrievalMode
 from vembed.data.presets import preset_hint
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.run_data import RunData, load_run_data, record_texts
 from vembed.data.table import LoadedRecords
 from vembed.entrypoints.evaluate import main
@@ -44,11 +44,11 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def records(name: str, folder: Path, **options: Any) -> LoadedRecords:
-    return read(f"{name}:{folder}", "train", DataKeys(**options)).records()
+    return DataSource(f"{name}:{folder}", "train", DataKeys(**options)).records()
 
 
 def task(name: str, folder: Path, split: str | None = None, **options: Any) -> RetrievalData:
-    return read(f"{name}:{folder}", "test", DataKeys(**options), split=split).judged()
+    return DataSource(f"{name}:{folder}", "test", DataKeys(**options), split=split).judged()
 
 
 def refused(name: str, folder: Path) -> str:
@@ -76,7 +76,7 @@ def test_each_caption_of_flickr30k_is_a_record_and_a_query_of_its_picture(tmp_pa
     assert found.queries["test1.jpg#3"] == "test photo 1 seen by 3."
     assert all(found.qrels[name] == {name.partition("#")[0]: 1} for name in found.queries)
     assert found.cutoffs == (1, 5, 10)
-    dev = read(f"flickr30k:{folder}", "validation").judged()
+    dev = DataSource(f"flickr30k:{folder}", "validation").judged()
     assert (dev.name, len(dev.documents)) == ("flickr30k/val", PHOTOS["val"])
 
 
@@ -238,7 +238,7 @@ def test_a_query_of_cirr_is_a_picture_with_a_text_and_its_reference_is_never_ran
     assert found.qrels["11"] == {"val-1-2": 1}
     assert found.excluded["11"] == {"val-1-0"}
     assert (found.candidates, found.cutoffs) == ({}, (1, 5, 10, 50))
-    assert read(f"cirr:{folder}", "validation").judged().queries == found.queries
+    assert DataSource(f"cirr:{folder}", "validation").judged().queries == found.queries
 
 
 def test_the_subset_split_ranks_the_members_of_the_set_alone(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_pictures_may_lie_in_image_root(tmp_path: Path) -> None:
 def test_a_split_that_a_set_has_not_is_refused_with_those_it_has(tmp_path: Path) -> None:
     folder = write_sop(tmp_path)
     with pytest.raises(DataError, match="sop has no split 'dev': leave val_data_path out, and whole products"):
-        read(f"sop:{folder}", "validation").judged()
+        DataSource(f"sop:{folder}", "validation").judged()
     with pytest.raises(DataError, match="sop has no split 'extra': it has: train, test"):
         task("sop", folder, split="extra")
 
@@ -359,13 +359,13 @@ def test_a_split_that_a_set_has_not_is_refused_with_those_it_has(tmp_path: Path)
 def test_names_that_only_look_like_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_sop(tmp_path / "set")
-    assert len(read("sop:set", "train").records().table) == 5
+    assert len(DataSource("sop:set", "train").records().table) == 5
     (tmp_path / "sop:set.jsonl").write_text('{"query": "q", "positive": "p"}\n')
-    assert len(read("./sop:set.jsonl", "train").records().table) == 1
+    assert len(DataSource("./sop:set.jsonl", "train").records().table) == 1
     with pytest.raises(DataError, match="sop: names no folder: write sop:FOLDER"):
-        read("sop:", "train").records()
+        DataSource("sop:", "train").records()
     with pytest.raises(DataError, match=r"flicker30k:set doesn't exist \(did you mean 'flickr30k:\.\.\.'\?\)"):
-        read("flicker30k:set", "train").records()
+        DataSource("flicker30k:set", "train").records()
     assert preset_hint("owner/sop:config") == "", "a hub id with a configuration"
 
 

@@ -15,7 +15,7 @@ import pytest
 from vembed.batch import Image, ImageLimits
 from vembed.data.keys import DataKeys
 from vembed.data.python_rows import write_rows
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.errors import DataError, MachineError
 
 ROWS = [
@@ -52,7 +52,7 @@ def test_every_holder_of_the_same_rows_gives_the_same_file(tmp_path: Path) -> No
 
 def test_the_rows_are_checked_as_those_of_a_file(tmp_path: Path) -> None:
     path = write_rows(ROWS, tmp_path, "data", ImageLimits())
-    loaded = read(str(path), "train", DataKeys(label_kind="class")).records()
+    loaded = DataSource(str(path), "train", DataKeys(label_kind="class")).records()
     assert [record.query for record in loaded.table] == ["a red fox", "a blue car", "größer 漢字"]
     assert [list(record.negatives) for record in loaded.table] == [[], ["un xofo"], []]
     for wrong, words in (
@@ -63,7 +63,7 @@ def test_the_rows_are_checked_as_those_of_a_file(tmp_path: Path) -> None:
     ):
         path = write_rows(wrong, tmp_path, "data", ImageLimits())
         with pytest.raises(DataError, match=words):
-            read(str(path), "train", DataKeys(label_kind="class")).records()
+            DataSource(str(path), "train", DataKeys(label_kind="class")).records()
 
 
 def test_decimals_are_numbers(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_pictures_come_in_every_form(tmp_path: Path) -> None:
     rows = [{"query": f"red {number}", "positive_image": form} for number, form in enumerate(forms)]
     path = write_rows(rows, tmp_path / "rows", "data", ImageLimits())
     keys = DataKeys(image_root=str(tmp_path))
-    loaded = read(str(path), "train", keys).records()
+    loaded = DataSource(str(path), "train", keys).records()
     pixels = {PIL.Image.open(record.positives[0].path if record.positives[0].data is None else _file(record)).tobytes()
               for record in loaded.table}  # fmt: skip
     assert pixels == {picture.tobytes()}
@@ -145,4 +145,4 @@ def test_an_error_of_the_callers_own_generator_stays_his_and_a_disk_that_refuses
 def test_base64_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"query": "a", "positive_image": {"bytes": "no!"}}) + "\n")
     with pytest.raises(DataError, match=r"rows.jsonl:1: positive_image: .*not base64"):
-        read(str(tmp_path / "rows.jsonl"), "train").records()
+        DataSource(str(tmp_path / "rows.jsonl"), "train").records()

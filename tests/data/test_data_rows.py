@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from kit.rows import Jsonl, Paint, load, only, refusal
 
+from vembed.data.describe import describe
 from vembed.data.keys import DataKeys
-from vembed.data.read import describe, read
+from vembed.data.read import DataSource
 from vembed.data.table import LoadedRecords, Record
 from vembed.errors import ConfigError, DataError
 
@@ -17,7 +18,7 @@ GOOD = {"query": "a query", "positive": "an answer"}
 
 def aliased(path: Path, mapping: Mapping[str, str | None]) -> Record:
     """Read a row as Python callers may, who also name aliases, which a configuration doesn't take."""
-    (record,) = read(str(path), "train", DataKeys.model_construct(column_mapping=mapping)).records().table
+    (record,) = DataSource(str(path), "train", DataKeys.model_construct(column_mapping=mapping)).records().table
     return record
 
 

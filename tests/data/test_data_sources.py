@@ -19,7 +19,7 @@ from vembed.config.load import load_config
 from vembed.data.columns import ExtraColumn, LossNeeds
 from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys, Role
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.run_data import load_run_data
 from vembed.data.table import Record
 from vembed.errors import ConfigError, DataError, MachineError
@@ -60,7 +60,7 @@ def test_a_hub_set_becomes_records(hub: list[tuple[Any, ...]]) -> None:
 def test_the_role_or_the_split_chooses(hub: list[tuple[Any, ...]]) -> None:
     assert len(load("owner/name", "validation").table) == 3
     assert len(load("owner/name", "test", "validation").table) == 3
-    assert read("owner/name", "validation").judged().name == "owner/name"
+    assert DataSource("owner/name", "validation").judged().name == "owner/name"
     with pytest.raises(
         DataError, match=r"no split 'test'; it has: train, validation\. Choose one with test_data_split"
     ):
@@ -97,8 +97,8 @@ def test_each_failure_of_the_hub_has_its_error(
 @pytest.mark.slow
 def test_offline_without_a_cached_copy_says_how_to_get_one(tmp_path: Path) -> None:
     code = (
-        "from vembed.data.read import read; from vembed.errors import MachineError\n"
-        "try: read('owner/no-such-set', 'train').records()\n"
+        "from vembed.data.read import DataSource; from vembed.errors import MachineError\n"
+        "try: DataSource('owner/no-such-set', 'train').records()\n"
         "except MachineError as error: print(int(error.exit_code), error)"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -118,7 +118,7 @@ def saved(folder: Path, names: str, **more: list[object]) -> datasets.Dataset:
 
 
 def there(path: Path | str, role: Role = "train", split: str | None = None) -> list[object]:
-    read(str(path), role, split=split).refuse_missing()
+    DataSource(str(path), role, split=split).refuse_missing()
     return queries(path, role=role, split=split)
 
 
@@ -250,15 +250,15 @@ def test_dictionaries_are_read_as_rows_of_a_file_are(add: Callable[..., None]) -
     assert len(load("builtin:toy-set", split="dev").table) == 1
     mapping = {"anchor": "positive", "positive": "query"}
     assert load("builtin:toy-set", column_mapping=mapping).table[0].query == "p0"
-    task = read("builtin:toy-set", "test").judged()
+    task = DataSource("builtin:toy-set", "test").judged()
     assert (task.name, list(task.documents.values())) == ("toy-set/test", ["p0"])
-    assert [document.text for document in read("builtin:toy-set", "test").documents()] == ["p0"]
+    assert [document.text for document in DataSource("builtin:toy-set", "test").documents()] == ["p0"]
 
 
 def test_columns_of_training_rows_mean_nothing_to_a_corpus(add: Callable[..., None]) -> None:
     add(lambda split: ROWS)
     of_training = DataKeys(column_mapping={"anchor": "positive", "positive": "query", "mine": None}, label_kind="pair")
-    documents = list(read("builtin:toy-set", "train", of_training).documents())
+    documents = list(DataSource("builtin:toy-set", "train", of_training).documents())
     assert [document.text for document in documents] == ["p0", "p1", "p2"]
 
 
@@ -277,12 +277,12 @@ def test_records_are_kept_as_they_are(add: Callable[..., None]) -> None:
     assert [record.label for record in load("builtin:toy-set").table] == [7, None]
     optional = ExtraColumn("weight", "how much it counts", required=False)
     facts = LossNeeds("toy", (optional,))
-    first, second = read("builtin:toy-set", "train", loss=facts).records().table
+    first, second = DataSource("builtin:toy-set", "train", loss=facts).records().table
     assert (first.scores, dict(first.columns), first.location) == ((1.0, 0.5), {"weight": 2.0}, "where:5")
     assert dict(second.columns) == {"weight": 0.0}
     needed = LossNeeds("toy", (ExtraColumn("weight", "how much it counts"),))
     with pytest.raises(DataError, match=r"^where:6: weight: missing; loss_type toy needs it: how much it counts$"):
-        read("builtin:toy-set", "train", loss=needed).records()
+        DataSource("builtin:toy-set", "train", loss=needed).records()
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_judgements_of_its_own_are_taken(add: Callable[..., None]) -> None:
         return RetrievalData(f"toy-set/{split}", {"1": "q"}, {"2": "p", "3": "also p"}, {"1": {"2": 1, "3": 1}})
 
     add(lambda _: ROWS, retrieval=judged)
-    assert read("builtin:toy-set", "validation").judged().name == "toy-set/validation"
+    assert DataSource("builtin:toy-set", "validation").judged().name == "toy-set/validation"
     assert len(load("builtin:toy-set").table) == 3
 
 

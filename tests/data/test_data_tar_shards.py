@@ -21,7 +21,7 @@ from vembed.data import table_cache, tar_shards
 from vembed.data.collate import collate
 from vembed.data.images import decode_image
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.sampler import GlobalSampler
 from vembed.data.table import RecordTable
 from vembed.data.tar_shards import MappedFile
@@ -49,7 +49,7 @@ def captions(count: int, first: int = 0) -> list[tuple[str, bytes]]:
 
 
 def read_rows(path: str, **keys: Any) -> RecordTable:
-    return read(path, "train", DataKeys(**keys)).records().table
+    return DataSource(path, "train", DataKeys(**keys)).records().table
 
 
 def refusal(path: str, **keys: Any) -> str:
@@ -119,7 +119,7 @@ def test_members_name_columns_and_json_holds_them(tmp_path: Path) -> None:
         write(tmp_path / "a.tar", members)
     )
     members[5] = ("set/2.json", json.dumps({"query": "q", "label": "b"}).encode())
-    loaded = read(write(tmp_path / "a.tar", members), **TRAIN).records()
+    loaded = DataSource(write(tmp_path / "a.tar", members), **TRAIN).records()
     first, second = loaded.table
     assert (first.query, first.label) == ("which is red?", 7)
     assert [content_id(item) for item in (*first.positives, *first.negatives)] == [
@@ -339,7 +339,7 @@ def test_every_sample_comes_once_an_epoch_and_in_the_same_order_after_a_stop(
 
 def test_a_corpus_is_no_shard(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="unknown kind of file"):
-        read(write(tmp_path / "a.tar", captions(1)), "test").documents()
+        DataSource(write(tmp_path / "a.tar", captions(1)), "test").documents()
 
 
 def extended(*bodies: bytes) -> bytes:

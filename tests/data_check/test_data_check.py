@@ -18,7 +18,7 @@ from vembed.api.model import load
 from vembed.data import near
 from vembed.data.check import AllProblems
 from vembed.data.near import alike_between, alike_within, jaccard, normalised, sketches
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.table_writer import RecordWriter
 from vembed.entrypoints.data import main
 from vembed.workflows.data_check.check import DataCheck, check_data, contradictory_grades
@@ -91,7 +91,7 @@ def test_traces_of_exports_and_wrong_encodings_are_found(
 @pytest.mark.parametrize("name", ["stdlib-code", "shapes"])
 def test_built_in_sets_have_no_error(name: str, tmp_path: Path) -> None:
     path = f"builtin:{name}"
-    check = check_data(read(path, "train"), [read(path, "test")], tmp_path)
+    check = check_data(DataSource(path, "train"), [DataSource(path, "test")], tmp_path)
     assert [each for each in check.findings if each.severity == "error"] == []
 
 
@@ -217,7 +217,7 @@ def test_broken_rows_of_a_beir_folder_are_told_once(tmp_path: Path) -> None:
     written(folder / "queries.jsonl", queries)
     written(folder / "corpus.jsonl", documents)
     (folder / "qrels" / "train.tsv").write_text("".join(f"q{n}\td{n}\t1\n" for n in range(6)) + "q1\td1\thigh\n")
-    check = check_data(read(str(folder), "train"), [], tmp_path)
+    check = check_data(DataSource(str(folder), "train"), [], tmp_path)
     (found,) = check.findings
     assert (found.kind, found.count, len(check.source.table)) == ("broken_rows", 3, 4)
     assert {example[2] for example in found.examples} == {"queries.jsonl:3", "corpus.jsonl:5", "train.tsv:7"}
@@ -326,7 +326,7 @@ def test_a_model_counts_tokens_and_finds_unlabelled_answers(bag: Path, tmp_path:
     encode = load(bag, device="cpu").item_encoder(64)
     folder = tmp_path / "scratch"
     folder.mkdir()
-    check = check_data(read(str(data), "train"), [], folder, encode)
+    check = check_data(DataSource(str(data), "train"), [], folder, encode)
     found = {each.kind: each for each in check.findings}
     unlabelled = found["probable_false_negatives"]
     planted = {(rows[number]["query"], f"{rows[number]['query']} karan") for number in range(0, 20, 2)}
@@ -387,8 +387,8 @@ def test_scifact_has_near_leaks_and_no_exact_ones(real_data: Path, tmp_path: Pat
     def check(against: str) -> DataCheck:
         folder = tmp_path / against
         folder.mkdir()
-        test = read(str(real_data / "scifact"), "test", split=against)
-        return check_data(read(str(real_data / "scifact" / "train.jsonl"), "train"), [test], folder)
+        test = DataSource(str(real_data / "scifact"), "test", split=against)
+        return check_data(DataSource(str(real_data / "scifact" / "train.jsonl"), "train"), [test], folder)
 
     found = {each.kind: each.count for each in check("test").findings}
     assert "leaked_queries" not in found

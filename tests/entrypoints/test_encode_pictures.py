@@ -17,7 +17,7 @@ from search_cases import PICTURE_FILES, meta_of, rows_of
 import vembed
 from vembed.batch import Image, ImageLimits, Ragged
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.errors import PreemptedError
 from vembed.vectors import store
 from vembed.workflows.search import build
@@ -100,12 +100,12 @@ def test_bytes_in_parquet_are_named_by_their_content(clip: Path, tmp_path: Path)
 
 
 def test_the_built_in_pictures_are_a_corpus_with_captions() -> None:
-    documents = list(read("builtin:shapes", "test").documents())
+    documents = list(DataSource("builtin:shapes", "test").documents())
     assert len(documents) == 1000
     assert documents[0].path == "shapes/test/0.png"
     assert isinstance(documents[0].item, Image)
     assert sum(bool(document.caption) for document in documents) > 900
-    assert [document.id for document in read("builtin:shapes", "test").documents()] == [
+    assert [document.id for document in DataSource("builtin:shapes", "test").documents()] == [
         document.id for document in documents
     ]
 
@@ -374,9 +374,9 @@ def test_an_image_processor_that_changed_is_noticed(clip: Path, balls: Path, tmp
 def test_columns_are_read_alike_in_all_forms(tmp_path: Path, balls: Path) -> None:
     (tmp_path / "c.csv").write_text("id,image,caption\n1,red.png,a red ball\n2,,\n")
     with pytest.raises(vembed.DataError, match="no column 'text'"):
-        list(read(str(tmp_path / "c.csv"), "test", DataKeys(image_root=str(balls))).documents())
+        list(DataSource(str(tmp_path / "c.csv"), "test", DataKeys(image_root=str(balls))).documents())
     (tmp_path / "c.csv").write_text("id,image,text\n1,red.png,\n2,,a blue ball\n")
-    documents = list(read(str(tmp_path / "c.csv"), "test", DataKeys(image_root=str(balls))).documents())
+    documents = list(DataSource(str(tmp_path / "c.csv"), "test", DataKeys(image_root=str(balls))).documents())
     assert [(document.id, document.path, document.text) for document in documents] == [
         ("1", "red.png", ""), ("2", "", "a blue ball"),
     ]  # fmt: skip

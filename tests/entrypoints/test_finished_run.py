@@ -16,7 +16,7 @@ from kit.runs import Site, evaluation, run_here, run_keys, steps_saved, word_pai
 
 import vembed.__main__
 import vembed.evaluation.report.run_report
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.evaluation.evaluate import EvaluationOptions, evaluate
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.keys import ModelKeys
@@ -183,7 +183,7 @@ def test_the_log_file_holds_what_was_printed(finished: Outcome) -> None:
 
 def test_the_model_reloads_and_gives_the_final_metrics_again(finished: Outcome, site: Site) -> None:
     encoder = load_encoder(ModelKeys(model_name=str(finished.folder / "model")))
-    task = read(str(site.test), "test").judged()
+    task = DataSource(str(site.test), "test").judged()
     encode = ItemEncoder(encoder, ChunkBudget(256, 10**6), torch.device("cpu"))
     again = evaluate(encode, task, EvaluationOptions(system="again"))
     assert dict(again.metrics) == evaluation(finished.folder, "final")["metrics"]
@@ -202,7 +202,7 @@ def test_the_model_is_the_checkpoint_that_the_dev_set_chose(site: Site, tmp_path
     assert f"step {best}, the best on the dev set" in outcome.out
     assert best in steps_saved(outcome.folder)
     kept = load_encoder(ModelKeys(model_name=str(outcome.folder / "model")))
-    task = read(str(site.dev), "validation").judged()
+    task = DataSource(str(site.dev), "validation").judged()
     encode = ItemEncoder(kept, ChunkBudget(256, 10**6), torch.device("cpu"))
     assert evaluate(encode, task, EvaluationOptions(system="kept")).metrics["ndcg@10"] == scores[best]
 

@@ -20,7 +20,7 @@ from mining_cases import made_rows, read_rows, written
 from sentence_transformers import CrossEncoder
 
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.losses.registry import RunLoss
 from vembed.vectors import store as store_module
 from vembed.workflows import mining as output_module
@@ -60,7 +60,7 @@ def test_training_reads_the_rows_back_without_a_word_about_where_they_are_from(
     done = call("mine", bag, "--data", rows, "--output", output, "--relative-margin", "none", "--negatives", "3")
     assert done.code == 0, done.err
     assert "hard negatives for 79 queries" in done.out
-    loaded = read(str(output), "train").records()
+    loaded = DataSource(str(output), "train").records()
     assert loaded.notes == ()
     given = list(read_rows(rows).table)
     for before, after in zip(given, loaded.table, strict=True):
@@ -89,7 +89,7 @@ def test_weights_labels_and_mapped_columns_come_out_as_they_went_in(
     assert done.code == 0, done.err
     options, needs = {"label_kind": "pair", "skip_invalid_records": True}, RunLoss.chosen("cosent", {}).needs()
     before, after = (
-        read(str(path), "train", DataKeys(**options, **more), loss=needs).records()
+        DataSource(str(path), "train", DataKeys(**options, **more), loss=needs).records()
         for path, more in ((data, {"column_mapping": {"ask": "query"}}), (output, {}))
     )
     for one, other in zip(before.table, after.table, strict=True):
@@ -110,7 +110,7 @@ def test_grades_are_listed_with_those_of_the_mined(
     data, output = written(tmp_path / "rows.jsonl", rows), tmp_path / "mined.parquet"
     words = ["--data", data, "--output", output, "--relative-margin", "none", "--label-kind", "grade"]
     assert call("mine", bag, *words, "--negatives", "2").code == 0
-    loaded = read(str(output), "train", DataKeys(label_kind="grade")).records()
+    loaded = DataSource(str(output), "train", DataKeys(label_kind="grade")).records()
     assert {record.scores for record in loaded.table} == {(), (0.5, 0.0, 0.0)}
 
 
@@ -138,7 +138,7 @@ def test_every_document_keeps_its_grade_and_what_is_graded_0_is_no_positive(
     done = call("mine", clip, "--data", data, "--output", output, *options, *words)
     assert done.code == 0, done.err
     keys = DataKeys(label_kind="grade", image_root=str(balls))
-    before, after = (read(str(path), "train", keys).records().table for path in (data, output))
+    before, after = (DataSource(str(path), "train", keys).records().table for path in (data, output))
     assert sum(not record.positives for record in before) == 2
     for one, other in zip(before, after, strict=True):
         graded, regraded = (

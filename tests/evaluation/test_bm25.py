@@ -16,7 +16,7 @@ import torch
 
 from vembed.batch import Image
 from vembed.data.judged import RetrievalData
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.errors import DataError, PreemptedError
 from vembed.evaluation.benchmark.run import BenchmarkOptions, run_benchmark
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
@@ -145,14 +145,14 @@ def test_every_language_that_the_key_names_is_one_of_the_stemmer_and_of_the_stop
 @pytest.mark.slow
 @pytest.mark.skipif("VEMBED_TEST_DATA" not in os.environ, reason="VEMBED_TEST_DATA names no folder with tldr/")
 def test_stems_and_parted_names_find_more_of_tldr_than_plain_words() -> None:
-    task = read(str(Path(os.environ["VEMBED_TEST_DATA"]) / "tldr"), "test").judged()
+    task = DataSource(str(Path(os.environ["VEMBED_TEST_DATA"]) / "tldr"), "test").judged()
     assert evaluate_bm25(task).metrics["ndcg@10"] == pytest.approx(0.489, abs=0.002)
     assert evaluate_bm25(task, language="plain").metrics["ndcg@10"] == pytest.approx(0.432, abs=0.002)
 
 
 @pytest.mark.skipif("VEMBED_TEST_DATA" not in os.environ, reason="VEMBED_TEST_DATA names no folder with scifact/")
 def test_scifact_is_at_the_published_level() -> None:
-    result = evaluate_bm25(read(str(Path(os.environ["VEMBED_TEST_DATA"]) / "scifact"), "test").judged())
+    result = evaluate_bm25(DataSource(str(Path(os.environ["VEMBED_TEST_DATA"]) / "scifact"), "test").judged())
     assert (result.num_queries, result.num_documents) == (300, 5183)
     assert 0.65 < result.metrics["ndcg@10"] < 0.72
     assert result.notes == (ENGLISH,)

@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 
 from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.errors import DataError
 from vembed.evaluation.evaluate import EvaluationOptions, evaluate
 from vembed.evaluation.graded import DRAWS, GradedPairs, graded_page, load_pairs, measure_pairs
@@ -136,7 +136,7 @@ def test_pairs_of_one_query_have_no_interval_and_one_model_no_differences() -> N
 def read_pairs(folder: Path, rows: list[dict[str, Any]], kind: PairKind) -> GradedPairs:
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return load_pairs(read(str(path), "test", DataKeys(label_kind=kind)))
+    return load_pairs(DataSource(str(path), "test", DataKeys(label_kind=kind)))
 
 
 def told(pairs: GradedPairs) -> list[tuple[object, object, float]]:
@@ -266,7 +266,7 @@ def test_rows_make_a_task_of_pairs_where_they_say_how_close_pairs_are(
     given = [{"query": f"q {place}", "positive": f"d {place}", **row} for place, row in enumerate(rows)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     options = {"role": "test", "keys": DataKeys(label_kind=kind)}
-    task = read(str(tmp_path / "rows.jsonl"), **options).judged(takes_pairs=True)
+    task = DataSource(str(tmp_path / "rows.jsonl"), **options).judged(takes_pairs=True)
     assert [grade for own in task.grades.values() for grade in own.values()] == (grades or [])
-    assert not read(str(tmp_path / "rows.jsonl"), **options).judged().grades
+    assert not DataSource(str(tmp_path / "rows.jsonl"), **options).judged().grades
     assert not task.crosses_modalities

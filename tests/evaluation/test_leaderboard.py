@@ -19,7 +19,7 @@ from vembed.evaluation.leaderboard import board_page, build_board, frontier, hea
 from vembed.evaluation.results import EvaluationResult
 from vembed.pages.html import render_html
 from vembed.pages.markdown import render_markdown
-from vembed.pages.page import Figure, Row
+from vembed.pages.page import Figure, SideBySide
 from vembed.pages.terminal import render_terminal
 from vembed.pages.write import write_page
 
@@ -187,12 +187,14 @@ def test_the_page_stands_alone_and_the_words_of_a_figure_name_its_line() -> None
     shown = assert_sound(render_html(board_page(board())))
     assert (len(shown.named("table")), len(shown.named("figure"))) == (1 + 2 + 2 + 1, 4)
     assert len(shown.named("svg")) == 4 + 3, "drawings of both sets, and an interval for each system"
-    blocks = [block for section in board_page(board()).sections for block in section.blocks if isinstance(block, Row)]
+    blocks = [
+        block for section in board_page(board()).sections for block in section.blocks if isinstance(block, SideBySide)
+    ]
     for figure in (figure for row in blocks for figure in row.blocks):
         assert isinstance(figure, Figure)
         assert figure.series == ["strong", "weak"]
         # Each form of the sample loses quality and takes less: nothing beats any of them.
-        assert "strong 3, 2, 1; weak 6, 5, 4." in figure.words
+        assert "strong 3, 2, 1; weak 6, 5, 4." in figure.caption
 
 
 @cache

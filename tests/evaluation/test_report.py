@@ -29,7 +29,8 @@ from vembed.evaluation.report import run_report
 from vembed.evaluation.report.comparison import best_dev_step, forward_comparisons, systems_note, verdict_decimals
 from vembed.evaluation.report.curves import run_curves
 from vembed.evaluation.report.examples import choose_examples
-from vembed.evaluation.report.run_report import Finding, Reverse, build_page, write_report
+from vembed.evaluation.report.inputs import Finding, Reverse
+from vembed.evaluation.report.run_report import build_page, write_report
 from vembed.evaluation.results import EvaluationResult
 from vembed.pages.html import render_html
 from vembed.pages.markdown import render_markdown
@@ -38,7 +39,7 @@ from vembed.pages.write import render_json, write_page
 from vembed.registry import Registry
 
 if TYPE_CHECKING:
-    from vembed.evaluation.report.run_report import RunReport
+    from vembed.evaluation.report.inputs import RunReport
 
 pytestmark = pytest.mark.usefixtures("drawn_once")
 

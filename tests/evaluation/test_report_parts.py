@@ -30,9 +30,10 @@ from vembed.evaluation.report.curves import (
     step_curve,
     thinned_rows,
 )
+from vembed.evaluation.report.inputs import Finding
 from vembed.evaluation.report.plan import plan_parts, plan_section
 from vembed.evaluation.report.ranks import build_ranks
-from vembed.evaluation.report.run_report import Finding, build_page
+from vembed.evaluation.report.run_report import build_page
 from vembed.evaluation.report.speed import MAX_STRETCHES, percent_text, seconds_text, split_time
 from vembed.evaluation.report.vectors import (
     MAP_DOCUMENTS,

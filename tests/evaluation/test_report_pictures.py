@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Item
-    from vembed.evaluation.report.run_report import RunReport
+    from vembed.evaluation.report.inputs import RunReport
 
 pytestmark = pytest.mark.usefixtures("drawn_once")
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from vembed.batch import Image, ImageLimits
 from vembed.data.images import ImageError, check_image, decode_image
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.errors import VembedError
 
 if TYPE_CHECKING:
@@ -189,13 +189,13 @@ def test_whatever_a_cell_of_a_picture_holds_it_is_read_or_refused(
     pq.write_table(table, tmp_path / "t.parquet")
     with within_limits():
         try:
-            (record,) = read(str(tmp_path / "t.parquet"), "train").records().table
+            (record,) = DataSource(str(tmp_path / "t.parquet"), "train").records().table
         except VembedError as error:
             check_message(error)
         else:
             (found,) = record.positives
             assert found.read() == (cell if isinstance(cell, bytes) else (tmp_path / "ok.png").read_bytes())
         try:
-            list(read(str(tmp_path / "t.parquet"), "test").documents())
+            list(DataSource(str(tmp_path / "t.parquet"), "test").documents())
         except VembedError as error:
             check_message(error)

@@ -16,7 +16,7 @@ from fuzz_limits import fuzzed, within_limits
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.row_files import HUB_ID
 from vembed.errors import VembedError
 
@@ -77,9 +77,9 @@ FILES = {
     "t.txt": [b"first\n\nsecond \xc3\xbc\r\n"],
 }
 READERS: list[Callable[[str], object]] = [
-    lambda path: list(read(path, **TRAIN).records().table),
-    lambda path: read(path, **TEST).judged(),
-    lambda path: list(read(path, "test").documents()),
+    lambda path: list(DataSource(path, **TRAIN).records().table),
+    lambda path: DataSource(path, **TEST).judged(),
+    lambda path: list(DataSource(path, "test").documents()),
 ]
 
 
@@ -150,7 +150,7 @@ def test_texts_are_read_as_they_were_written(
         assume(False)
     with within_limits():
         try:
-            table = list(read(str(tmp_path / name), **TRAIN).records().table)
+            table = list(DataSource(str(tmp_path / name), **TRAIN).records().table)
         except VembedError:
             clashes = any(each.strip() == right.strip() for _, (right,), wrong in expected for each in wrong)
             texts_of_rows = [text for query, right, wrong in expected for text in (query, *right, *wrong)]
@@ -244,7 +244,7 @@ def test_judgements_are_read_as_they_were_written(
     rows += [(query, name, str(grade)) for query, of_query in qrels.items() for name, grade in of_query.items()]
     (folder / "qrels/test.tsv").write_bytes(end.join(map("\t".join, rows)).encode())
     with within_limits():
-        task = read(str(folder), **TEST).judged()
+        task = DataSource(str(folder), **TEST).judged()
     assert task.qrels == {query: {name: max(0, grade) for name, grade in of.items()} for query, of in qrels.items()}
     assert task.documents == {name: f"of {name}" for name in names}
 

@@ -17,7 +17,7 @@ from vembed.data import lines
 from vembed.data.check import RowChecker
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.errors import VembedError
 from vembed.losses.registry import ANY_SCORE
 
@@ -67,7 +67,7 @@ class Weighed:
 def outcome(path: Path, options: dict[str, Any]) -> object:
     """Return all that reading a file gives, or why it is refused."""
     try:
-        loaded = read(str(path), **options).records()
+        loaded = DataSource(str(path), **options).records()
     except VembedError as error:
         return type(error), str(error)
     items = loaded.table.items
@@ -101,7 +101,7 @@ def test_blocks_are_read_as_their_rows_are(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "BLOCK_BYTES", size)
         in_blocks = outcome(tmp_path / name, options)
-        patch.setattr("vembed.data.read.rows_alike", lambda block: None)
+        patch.setattr("vembed.data.row_loader.rows_alike", lambda block: None)
         assert outcome(tmp_path / name, options) == in_blocks
 
 
@@ -109,6 +109,6 @@ def test_plain_rows_are_never_looked_at_one_by_one(tmp_path: Path, monkeypatch: 
     rows = [{"query": f"q{i}", "positive": [f"p{i}"], "negatives": ["n"] * (i % 3) or None} for i in range(50)]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.delattr(RowChecker, "check")
-    table = read(str(tmp_path / "t.jsonl"), "train", loss=Weighed()).records().table
+    table = DataSource(str(tmp_path / "t.jsonl"), "train", loss=Weighed()).records().table
     assert [record.negatives for record in table] == [("n",) * (i % 3) for i in range(50)]
     assert {record.columns["weight"] for record in table} == {1.0}

@@ -12,7 +12,8 @@ import pytest
 
 from vembed.data.judged import RetrievalData
 from vembed.evaluation.judge import verdict
-from vembed.evaluation.report.run_report import RunReport, build_page
+from vembed.evaluation.report.inputs import RunReport
+from vembed.evaluation.report.run_report import build_page
 from vembed.evaluation.results import EvaluationResult
 from vembed.pages.html import render_html
 

@@ -9,7 +9,7 @@ import PIL.Image
 import pytest
 
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError
 
@@ -43,7 +43,7 @@ def png(colour: str = "red", size: tuple[int, int] = (6, 4)) -> bytes:
 
 def load(path: Path | str, role: Role = "train", split: str | None = None, **keys: Any) -> LoadedRecords:
     """Read rows to train on, or for another role."""
-    return read(str(path), role, DataKeys(**keys), split=split).records()
+    return DataSource(str(path), role, DataKeys(**keys), split=split).records()
 
 
 def only(path: Path | str, **keys: Any) -> Record:

@@ -10,7 +10,7 @@ import numpy as np
 
 from vembed.batch import content_id
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
+from vembed.data.read import DataSource
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def read_rows(path: Path) -> LoadedRecords:
-    return read(str(path), "train", DataKeys(label_kind="class")).records()
+    return DataSource(str(path), "train", DataKeys(label_kind="class")).records()
 
 
 def reference(task: MiningTask, encode: ItemEncoder, keys: MiningKeys) -> list[list[tuple[str, int]]]:

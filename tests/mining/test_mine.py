@@ -16,7 +16,7 @@ from mining_cases import made_rows, read_rows, reference, written
 
 from vembed.api.model import load
 from vembed.batch import Image, ImageLimits, content_id
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.table_writer import RecordWriter
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, DataError, MachineError
@@ -209,12 +209,12 @@ def test_a_changed_query_is_the_only_item_that_is_encoded_again(
 
     monkeypatch.setattr(NgramBag, "forward", counting)
     Miner(encode, MiningKeys(), tmp_path / "work").mine(
-        MiningTask.of(read(str(written(tmp_path / "a.jsonl", made)), "train").records().table)
+        MiningTask.of(DataSource(str(written(tmp_path / "a.jsonl", made)), "train").records().table)
     )
     assert sum(sizes) == 19 + 20, "two rows have one query; the negatives are other rows' documents"
     sizes.clear()
     made[10]["query"] += " anew"
-    task = MiningTask.of(read(str(written(tmp_path / "b.jsonl", made)), "train").records().table)
+    task = MiningTask.of(DataSource(str(written(tmp_path / "b.jsonl", made)), "train").records().table)
     again = Miner(encode, MiningKeys(), tmp_path / "work").mine(task)
     assert sum(sizes) == 1
     np.testing.assert_array_equal(again.rows_Un, Miner(encode, MiningKeys(), tmp_path / "new").mine(task).rows_Un)

@@ -27,7 +27,7 @@ import vembed.training.loading as room
 from vembed.batch import Augmentation, Image
 from vembed.config.schema import Config
 from vembed.data.images import ImageError
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.sampler import GlobalSampler
 from vembed.errors import DataError, MachineError
 from vembed.losses.base import BatchStructure
@@ -71,7 +71,7 @@ def source_of(
     rows: Path, model: str = "builtin:tiny-clip", *, augmentation: Augmentation | None = None, kind: Any = BatchSource
 ) -> BatchSource:
     torch.manual_seed(1)
-    records = read(str(rows), "train").records().table
+    records = DataSource(str(rows), "train").records().table
     encoder = load_encoder(ModelKeys(model_name=model), ["noise"])
     sampler = GlobalSampler(len(records), batch_size=BATCH, seed=3)
     assert sampler.batches_per_epoch == STEPS_PER_EPOCH

@@ -17,7 +17,7 @@ from torch import nn
 
 from vembed.batch import Augmentation, modality_of
 from vembed.config.schema import Config
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.sampler import GlobalSampler
 from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
@@ -108,7 +108,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    return Site(read(str(write_data(tmp_path)), "train").records().table, tmp_path / "kept")
+    return Site(DataSource(str(write_data(tmp_path)), "train").records().table, tmp_path / "kept")
 
 
 def encode_with(encoder: TinyClip, ranks: Ranks | None = None) -> ItemEncoder:
@@ -286,7 +286,7 @@ def test_looking_needs_the_weights_and_leaves_mode_and_random_state_alone(site: 
 
 
 def on_rank(rank: int, folder: str) -> tuple[list[float], int]:
-    site = Site(read(f"{folder}/rows.jsonl", "train").records().table, Path(folder) / "kept")
+    site = Site(DataSource(f"{folder}/rows.jsonl", "train").records().table, Path(folder) / "kept")
     encoder = new_encoder()
     found, watched = site.find(encoder), Watched(encoder)
     return train(site, encoder, found, ranks=Ranks.of_this_process()), watched.rows["pictures"]
@@ -337,7 +337,7 @@ def test_looking_computes_on_the_device_of_the_run(site: Site, monkeypatch: pyte
 
 def sharded_on(rank: int, folder: str) -> list[tuple[str, ...]]:
     """Look for frozen towers in a model whose weights two ranks share."""
-    site = Site(read(f"{folder}/rows.jsonl", "train").records().table, Path(folder) / "kept")
+    site = Site(DataSource(f"{folder}/rows.jsonl", "train").records().table, Path(folder) / "kept")
     encoder, ranks = new_encoder(), Ranks.of_this_process()
     whole = site.find(encoder)
     found = []

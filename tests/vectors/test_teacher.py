@@ -16,7 +16,7 @@ from kit.text_models import write_cross_encoder
 
 from vembed.batch import Augmentation, ImageLimits
 from vembed.data.collate import collate
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.sampler import GlobalSampler
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
@@ -71,7 +71,7 @@ def write_data(folder: Path) -> Path:
 
 
 def records_in(folder: Path) -> RecordTable:
-    return read(str(folder / "rows.jsonl"), "train").records().table
+    return DataSource(str(folder / "rows.jsonl"), "train").records().table
 
 
 def write_bag(folder: Path, *, seed: int = 0) -> Path:

@@ -14,7 +14,7 @@ from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, load
 from vembed.batch import ImageLimits
 from vembed.config.messages import make_section
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.distributed.lock import hold_output
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
@@ -91,7 +91,7 @@ def evaluate(
     keys = DataKeys(image_root=root, max_image_pixels=limits.max_pixels, label_kind=label_kind)
     # A path and rows in memory are read by the same code: rows are a file in a temporary folder while they are read.
     with path_of(data, limits) as path:
-        task = read(path, "test", keys, split=split, user_names=("data", "split")).judged()
+        task = DataSource(path, "test", keys, split=split, user_names=("data", "split")).judged()
     if not isinstance(data, (str, Path)):
         task = replace(task, name="data")
     loaded = model if isinstance(model, EmbeddingModel) else load(model)
@@ -167,7 +167,7 @@ def index_corpus(
         # Everything that can be refused is refused before the model is loaded, which may take minutes.
         refuse_taken(folder, path, overwrite=keys.overwrite)
         root = None if keys.image_root is None else str(keys.image_root)
-        source = read(path, "test", DataKeys(image_root=root, max_image_pixels=limits.max_pixels))
+        source = DataSource(path, "test", DataKeys(image_root=root, max_image_pixels=limits.max_pixels))
         corpus = source.documents(
             id_column=keys.id_column, text_column=keys.text_column, image_column=keys.image_column
         )

@@ -1,4 +1,4 @@
-"""Read a user's file as lines, as one text piece by piece, or as JSONL, in bounded memory: the door of every row file.
+"""Read a text file in bounded memory: as numbered lines, as one text piece by piece, or as rows of JSONL.
 
 1. A file, unpacked where it is gzip, is read in blocks of a few MiB that end where a line ends (`line_blocks`). What no
    honest set does ends the reading with a `DataError`, in place of hours or gigabytes: a line of over 64 MiB, a million
@@ -24,8 +24,11 @@ from vembed.files import open_regular
 from vembed.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
+
+    Wanted: TypeAlias = Callable[[Sequence[str]], Sequence[str]]
+    """Given the columns of a columnar file, returns those to read; the default `list` wants all columns."""
 
 
 class Unreadable(str):

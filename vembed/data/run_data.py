@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id
+from vembed.data.describe import describe, example
 from vembed.data.hold_out import ENOUGH_QUERIES, divide, held_out_task, hold_out, resolution_notes
 from vembed.data.keys import listed
 from vembed.data.overlap import JudgedSets
 from vembed.data.picture_survey import ItemCounts, PictureSurvey
-from vembed.data.read import DataSource, describe, example, read
+from vembed.data.read import DataSource
 from vembed.data.table import TEXT, LoadedRecords, RecordTable
 from vembed.errors import DataError
 from vembed.redact import redact
@@ -210,7 +211,7 @@ def all_sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[DataSourc
     """
     sources = _training_sources(keys, loss)
     if keys.val_data_path is not None:
-        sources.append(read(keys.val_data_path, "validation", keys, split=keys.val_data_split, loss=loss))
+        sources.append(DataSource(keys.val_data_path, "validation", keys, split=keys.val_data_split, loss=loss))
     return [*sources, *_verdict_sources(keys, loss)]
 
 
@@ -218,21 +219,24 @@ def _training_sources(keys: DataKeys, loss: LossNeeds | None) -> list[DataSource
     if keys.data is None and keys.data_path is None:
         raise DataError(f"data_path is not set; --config_override data_path={SUGGESTED_SET} trains on a built-in set")
     if keys.data_path is not None:
-        return [read(keys.data_path, "train", keys, split=keys.data_split, loss=loss)]
+        return [DataSource(keys.data_path, "train", keys, split=keys.data_split, loss=loss)]
     # An entry of `data` reads its columns and needs those of its loss; it is read by the run's other keys.
     sources = []
     for number, source in enumerate(keys.data or ()):
         mapping = keys.column_mapping if source.column_mapping is None else source.column_mapping
         source_keys = keys.model_copy(update={"column_mapping": mapping})
         needs = None if loss is None else loss.for_source(number)
-        sources.append(read(source.path, "train", source_keys, split=source.split, loss=needs))
+        sources.append(DataSource(source.path, "train", source_keys, split=source.split, loss=needs))
     return sources
 
 
 def _verdict_sources(keys: DataKeys, loss: LossNeeds | None) -> list[DataSource]:
     return [
-        *(read(path, "test", keys, split=keys.test_data_split, loss=loss) for path in listed(keys.test_data_path)),
-        *(read(path, "guard", keys, split=keys.guard_data_split, loss=loss) for path in listed(keys.guard_data)),
+        *(
+            DataSource(path, "test", keys, split=keys.test_data_split, loss=loss)
+            for path in listed(keys.test_data_path)
+        ),
+        *(DataSource(path, "guard", keys, split=keys.guard_data_split, loss=loss) for path in listed(keys.guard_data)),
     ]
 
 
@@ -263,7 +267,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
     # 2. The sets that are named. Only they can leak: what is held out shares no query or positive with the rest.
     dev = None
     if keys.val_data_path is not None:
-        source = read(keys.val_data_path, "validation", keys, split=keys.val_data_split, loss=loss)
+        source = DataSource(keys.val_data_path, "validation", keys, split=keys.val_data_split, loss=loss)
         dev = source.judged(takes_pairs=True)
     test, further = _read_verdict_sets(keys, loss)
     named = {"dev": dev, "test": test, **further}

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 from contextlib import contextmanager, suppress
@@ -26,11 +27,12 @@ from typing import TYPE_CHECKING
 
 from vembed import __version__
 from vembed.data.columns import ColumnsRead
-from vembed.data.formats import SHARD_SUFFIX, plugin_code, suffix_of
+from vembed.data.formats import SHARD_SUFFIX, suffix_of
 from vembed.data.keys import DataKeys
 from vembed.data.table import LoadedRecords, RecordTable
 from vembed.errors import MachineError
 from vembed.files import file_sha256, fsync_path, home_path, write_durably
+from vembed.registry import FORMATS
 from vembed.text import show_bytes
 
 if TYPE_CHECKING:
@@ -115,6 +117,15 @@ def kept_or_read(
         return loaded
     note = f"The rows are kept in {folder} for later starts; {VARIABLE}=never reads them anew each time."
     return replace(loaded, notes=(*loaded.notes, note))
+
+
+def plugin_code(path: Path) -> str:
+    """Return a hash of the module that reads a file, where a plugin does: the rows that are kept follow from it."""
+    module = FORMATS.plugins().get((suffix_of(path) or ".")[1:])
+    if module is None:
+        return ""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else module
 
 
 def _mapped(folder: Path) -> LoadedRecords | None:

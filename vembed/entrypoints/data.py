@@ -114,7 +114,7 @@ def _show(given: Mapping[str, Any]) -> int:
 
 def _source(options: CheckOptions | ShowOptions, path: str, role: Role, split: str | None) -> DataSource:
     """Return a data set, read as a configuration with the same keys would have it."""
-    from vembed.data.read import read
+    from vembed.data.read import DataSource
     from vembed.losses.registry import RunLoss
 
     name = options.loss_type or ("cosent" if options.label_kind in ("pair", "grade") else "infonce")
@@ -123,7 +123,7 @@ def _source(options: CheckOptions | ShowOptions, path: str, role: Role, split: s
         LOSSES.load(name)  # refuses it with the nearest name
     named = ("PATH", "--split") if role == "train" else ("--against", "--against-split")
     keys = options.row_keys(max_image_pixels=options.max_image_pixels)
-    return read(path, role, keys, split=split, loss=RunLoss.chosen(name, {}).needs(), user_names=named)
+    return DataSource(path, role, keys, split=split, loss=RunLoss.chosen(name, {}).needs(), user_names=named)
 
 
 def _encoder(options: CheckOptions | ShowOptions, batch_size: int) -> ItemEncoder | None:

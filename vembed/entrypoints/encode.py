@@ -66,10 +66,10 @@ def _run(given: Mapping[str, Any], words: Sequence[str], watchdog: Watchdog) -> 
     output = home_path(options.output)
     # The name of the output decides the form, so a contradiction is told before anything is read.
     form = output_form(output, options.format)
-    from vembed.data.read import read
+    from vembed.data.read import DataSource
 
     # A path that leads nowhere is told before torch is imported, which takes seconds.
-    read(options.data, "test").documents()
+    DataSource(options.data, "test").documents()
 
     def clean() -> None:
         from vembed.workflows.search.build import clean_killed

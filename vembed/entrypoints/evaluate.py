@@ -138,9 +138,9 @@ def _run(options: EvaluateOptions, *, command: str) -> int:
         )
     if (code := options.run_added()) is not None:
         return code
-    from vembed.data.read import read
+    from vembed.data.read import DataSource
 
-    sources = [read(path, "test", split=options.split, user_names=("--data", "--split")) for path in options.sets]
+    sources = [DataSource(path, "test", split=options.split, user_names=("--data", "--split")) for path in options.sets]
     for source in sources:  # told before torch is imported, which takes seconds
         source.refuse_missing()
     with hold_output(options.output):
@@ -164,7 +164,7 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     import torch
 
     from vembed.data.keys import DataKeys
-    from vembed.data.read import read
+    from vembed.data.read import DataSource
     from vembed.distributed.runtime import start_runtime
     from vembed.distributed.signals import StopSignal
     from vembed.evaluation.benchmark.names import model_labels, set_labels
@@ -178,7 +178,7 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     root = None if options.image_root is None else str(options.image_root)
     keys = DataKeys(image_root=root, label_kind=options.label_kind)
     named = ("--data", "--split")
-    sets = [load_pairs(read(path, "test", keys, split=options.split, user_names=named)) for path in options.sets]
+    sets = [load_pairs(DataSource(path, "test", keys, split=options.split, user_names=named)) for path in options.sets]
     names = set_labels([each.name for each in sets], options.sets)
     sets = [replace(each, name=name) for each, name in zip(sets, names, strict=True)]
     runtime = start_runtime(deterministic=False)

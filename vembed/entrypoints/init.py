@@ -138,9 +138,9 @@ def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]
     """
     from vembed.data.columns import COLUMNS
     from vembed.data.keys import DataKeys
-    from vembed.data.read import read
+    from vembed.data.read import DataSource
 
-    source = read(data, "train", user_names=("DATA", "data_split"))
+    source = DataSource(data, "train", user_names=("DATA", "data_split"))
     source.refuse_missing()
     rows = source.raw_rows(FEW_ROWS)
     known = {name for ours, others in COLUMNS.items() for name in (ours, *others)}
@@ -158,7 +158,7 @@ def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]
                 "query and positive"
             )
     mapping = dict(zip(unknown, ("query", "positive"), strict=True))
-    mapped = read(data, "train", checked_section(DataKeys, {"column_mapping": mapping}))
+    mapped = DataSource(data, "train", checked_section(DataKeys, {"column_mapping": mapping}))
     return mapped.peek()[0], mapping, rows
 
 

@@ -78,7 +78,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
         return code
     if options.seed is not None and options.mine_sampling != "random":
         raise ConfigError("--seed has an effect only with --sampling random")
-    from vembed.data.read import read
+    from vembed.data.read import DataSource
     from vembed.losses.registry import RunLoss
     from vembed.workflows.mining import refuse_output
 
@@ -92,7 +92,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
         skip_invalid_records=None if skipped is None else True,
         max_invalid_records=skipped,
     )
-    source = read(options.data, "train", keys, split=options.split, loss=loss, user_names=named)
+    source = DataSource(options.data, "train", keys, split=options.split, loss=loss, user_names=named)
     source.refuse_missing()
 
     @contextmanager
@@ -117,7 +117,7 @@ def _mine(
     stop: StopSignal,
 ) -> None:
     from vembed.api.model import load
-    from vembed.data.read import read
+    from vembed.data.read import DataSource
     from vembed.evaluation.mining_report import MiningReport, mining_page
     from vembed.pages.write import write_page
     from vembed.vectors.items import corpus_items
@@ -131,7 +131,7 @@ def _mine(
         alone = len(rows_without_positives(output, loaded.table, lists_grades=options.label_kind == "grade"))
         corpus = None
         if options.corpus is not None:
-            documents = read(options.corpus, "train", source.keys).documents()
+            documents = DataSource(options.corpus, "train", source.keys).documents()
             corpus = corpus_items(document.item for document in documents)
         task = MiningTask.of(loaded.table, corpus)
     with timed(seconds, "load model"):

@@ -147,7 +147,7 @@ def markdown_environment() -> Environment:
 
     def pairs_table(pairs: Iterable[tuple[str, str]], characters: int = markdown.CELL_CHARACTERS) -> Markup:
         rows = [(name, clip(value, characters).short) for name, value in pairs]
-        return table(Table(("Name", "Value"), rows, words=frozenset({0, 1})))
+        return table(Table(("Name", "Value"), rows, text_columns=frozenset({0, 1})))
 
     # Autoescape is on as a second lock: it leaves alone what the finaliser returned, which is markup by then, and would
     # escape for HTML anything that came past it.
@@ -226,7 +226,7 @@ def _licences(facts: CardFacts) -> Table:
     data = facts.run.data if facts.run is not None else ()
     rows += [(f"Its training data, {_shown(name)}", NOT_STATED) for label, name in data if label == "training"]
     cut = [(name, clip(value, VALUE_CHARACTERS).short) for name, value in rows]
-    return Table(("Of", "Licence"), cut, words=frozenset({0, 1}))
+    return Table(("Of", "Licence"), cut, text_columns=frozenset({0, 1}))
 
 
 def front_matter(facts: CardFacts) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vembed.distributed.runtime import NVML_PACKAGE, can_measure_utilisation
-from vembed.evaluation.report.run_report import Finding
+from vembed.evaluation.report.inputs import Finding
 from vembed.evaluation.report.speed import percent_text, rate, seconds_text, settled_rows, split_time
 from vembed.gradcache.engine import DRIFT_TOLERANCE
 from vembed.pages.text import bytes_text

@@ -28,7 +28,7 @@ from vembed.errors import DataError
 from vembed.evaluation.evaluate import pair_similarities
 from vembed.evaluation.judge import CONFIDENCE, FLOAT_NOISE_DECIMALS, Comparison, Estimate, judged
 from vembed.evaluation.metrics import PAIR_MEASURES, RankedValues
-from vembed.pages.page import SYMBOLS, Cell, Items, Note, Page, Section, Table, command_blocks, pairs_table
+from vembed.pages.page import SYMBOLS, Cell, Note, NoteList, Page, Section, Table, command_blocks, pairs_table
 from vembed.pages.text import count_text, metric_text, number_text, signed_text
 from vembed.text import plural
 from vembed.vectors.encode import values_of
@@ -214,7 +214,7 @@ def graded_page(outcomes: Sequence[PairsOutcome], facts: Sequence[tuple[str, str
         ]
         notes = [Note(note, muted=True) for note in outcome.pairs.notes]
         if verdicts or notes:
-            head.append(Items([*verdicts, *notes]))
+            head.append(NoteList([*verdicts, *notes]))
         sections.append(Section(f"set-{number}", name, [models_table(outcome), grades_table(outcome)]))
     settings = [("Draws of the queries", f"{count_text(DRAWS)}, seed {SEED}"), *facts]
     meanings = [(name, MEANINGS[name]) for name in PAIR_MEASURES[outcomes[0].pairs.kind]]
@@ -273,7 +273,7 @@ def models_table(outcome: PairsOutcome) -> Table:
         return Table(["Model", *names], rows, title=title, caption=f"{caption}.")
     heads = ["Model", *names, f"Difference in {names[0]}", "Verdict"]
     caption = f"{caption}, and its difference to {first} on the same queries."
-    return Table(heads, rows, words=frozenset({0, len(heads) - 1}), title=title, caption=caption)
+    return Table(heads, rows, text_columns=frozenset({0, len(heads) - 1}), title=title, caption=caption)
 
 
 def grades_table(outcome: PairsOutcome) -> Table:

@@ -24,11 +24,11 @@ from vembed.pages.page import (
     Facts,
     Figure,
     Heading,
-    Items,
     Note,
+    NoteList,
     Page,
-    Row,
     Section,
+    SideBySide,
     Span,
     Table,
     command_blocks,
@@ -381,7 +381,7 @@ def ranking_section(board: Board) -> Section:
     def value(cell: Standing | None) -> Cell:
         if cell is None:
             return Cell(DASH, tone="muted")
-        return Cell(f"{metric_text(cell.value)} {cell.mark}", tone=cell.tone, words=cell.reading)
+        return Cell(f"{metric_text(cell.value)} {cell.mark}", tone=cell.tone, tone_meaning=cell.reading)
 
     table = Table(
         ["System", f"Mean {board.metric}", *board.tasks],
@@ -425,7 +425,7 @@ def sets_section(board: Board) -> Section:
                 ]
                 for row, cell in cells
             ],
-            words=frozenset({0, 3 + len(p_heads)}),
+            text_columns=frozenset({0, 3 + len(p_heads)}),
             title=f"Systems on {task}",
             caption=f"{plural(first.num_queries, 'query', 'queries')}, {plural(first.num_documents, 'document')}.",
         )
@@ -451,7 +451,7 @@ def sums_section(board: Board) -> Section:
             ]
             for row in board.sums
         ],
-        words=frozenset({0, 1} if with_set else {0}),
+        text_columns=frozenset({0, 1} if with_set else {0}),
         title="Both directions",
         caption="Recalls in percent; their sum, with its interval.",
     )
@@ -482,7 +482,7 @@ def costs_section(board: Board) -> Section:
             cost_figure(board.metric, series, "milliseconds per query", lambda row: row.cost.milliseconds_per_query),
         ]
         notes = [f"{row.number}: {note}" for row in board.variants_of(task) for note in row.notes]
-        blocks += [Heading(task), Row(figures), costs_table(board, task), *_muted_items(notes)]
+        blocks += [Heading(task), SideBySide(figures), costs_table(board, task), *_muted_items(notes)]
     return Section("costs", "Quality and cost", blocks)
 
 
@@ -518,7 +518,7 @@ def costs_table(board: Board, task: str) -> Table:
             ]
             for row in rows
         ],
-        words=frozenset({0, 1}),
+        text_columns=frozenset({0, 1}),
         tones={position: "decisive" for position, row in enumerate(rows) if row.p_value is None},
         title=f"Quality and cost on {task}",
         is_numbered=True,
@@ -611,7 +611,7 @@ def _p_heads(rows: Sequence[Standing | VariantRow]) -> list[str]:
 
 
 def _muted_items(notes: Sequence[str]) -> list[Block]:
-    return [Items([Note(note, muted=True) for note in notes])] if notes else []
+    return [NoteList([Note(note, muted=True) for note in notes])] if notes else []
 
 
 def board_document(board: Board) -> dict[str, object]:

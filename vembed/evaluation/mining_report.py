@@ -21,8 +21,8 @@ from vembed.pages.page import (
     Heading,
     Note,
     Page,
-    Row,
     Section,
+    SideBySide,
     Table,
     command_blocks,
     pairs_table,
@@ -188,7 +188,7 @@ def mining_page(report: MiningReport, limits: ImageLimits) -> Page:
         partial(draw_distributions, report.scores, is_large=True),
         "Scores by group; the table has the numbers.",
     )
-    scores: list[Block] = [Row([figure, table])]
+    scores: list[Block] = [SideBySide([figure, table])]
     if report.refused:
         refused = [(name, count_text(count)) for name, count in report.refused.items()]
         scores.append(pairs_table("Left out", refused, "Candidates that a rule left out, by the first rule that did."))
@@ -200,7 +200,7 @@ def mining_page(report: MiningReport, limits: ImageLimits) -> Page:
             [f"{percent}% of the positive's", count_text(count), f"{100 * count / total:.1f}%", option]
             for percent, count, option in report.near_positives
         ],
-        words=frozenset({0, 3}),
+        text_columns=frozenset({0, 3}),
         title="Near their positive",
         caption="Mined negatives by score, and the option that would have left them out.",
     )
@@ -249,7 +249,7 @@ def example_blocks(example: MiningExample, number: int) -> list[Block]:
     table = Table(
         ("Rank", "Document", "Score", "Of the positive's"),
         rows,
-        words=frozenset({0, 1}),
+        text_columns=frozenset({0, 1}),
         tones={0: "chosen"},
         title=f"Example {number}",
     )

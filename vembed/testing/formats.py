@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-import vembed.data.read
+import vembed.data.row_loader
 from vembed.data import table_cache
 from vembed.data.formats import NAMED_SUFFIXES, iter_rows, suffix_of
 from vembed.data.keys import DataKeys
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -92,14 +92,14 @@ class FormatContract:
     def refusal(self, path: Path) -> str:
         """Return the message with which a file is refused."""
         with pytest.raises(DataError) as caught:
-            read(str(path), "train").records()
+            DataSource(str(path), "train").records()
         return str(caught.value)
 
     def test_rows_come_out_as_from_jsonl_each_with_its_line(self, tmp_path: Path) -> None:
         path = self.file(tmp_path, pairs())
-        table, expected = read(str(path), "train").records().table, in_jsonl(tmp_path, pairs())
-        assert contents(table) == contents(read(str(expected), "train").records().table)
-        assert table.fingerprint == read(str(expected), "train").records().table.fingerprint
+        table, expected = DataSource(str(path), "train").records().table, in_jsonl(tmp_path, pairs())
+        assert contents(table) == contents(DataSource(str(expected), "train").records().table)
+        assert table.fingerprint == DataSource(str(expected), "train").records().table.fingerprint
         assert [record.location for record in table] == [
             f"{path.name}:{self.line(number)}" for number in range(1, NUM_ROWS + 1)
         ]
@@ -110,7 +110,7 @@ class FormatContract:
         rows = [{**row, "negatives": [f"a{n}", f"b{n}"], "label": n // 2} for n, row in enumerate(pairs())]
         keys = DataKeys(label_kind="class")
         tables = [
-            read(str(path), "train", keys).records().table
+            DataSource(str(path), "train", keys).records().table
             for path in (self.file(tmp_path, rows), in_jsonl(tmp_path, rows))
         ]
         assert contents(tables[0]) == contents(tables[1])
@@ -123,12 +123,13 @@ class FormatContract:
         (tmp_path / "set").mkdir()
         self.file(tmp_path / "set", pairs()[20:], "b")
         self.file(tmp_path / "set", pairs()[:20], "a")
-        table = read(str(tmp_path / "set"), "train").records().table
+        table = DataSource(str(tmp_path / "set"), "train").records().table
         assert [record.query for record in table] == [row["query"] for row in pairs()]
 
     def test_a_judged_set_is_as_from_jsonl(self, tmp_path: Path) -> None:
         task, expected = (
-            read(str(path), "test").judged() for path in (self.file(tmp_path, pairs()), in_jsonl(tmp_path, pairs()))
+            DataSource(str(path), "test").judged()
+            for path in (self.file(tmp_path, pairs()), in_jsonl(tmp_path, pairs()))
         )
         assert (task.queries, task.documents, task.qrels) == (expected.queries, expected.documents, expected.qrels)
         assert len(task.qrels) == NUM_ROWS
@@ -138,13 +139,14 @@ class FormatContract:
             pytest.skip("such a file holds no documents with an id")
         rows = [{"_id": f"d{n}", "title": f"title {n}", "text": f"text, of {n}"} for n in range(NUM_ROWS)]
         documents, expected = (
-            list(read(str(path), "test").documents()) for path in (self.file(tmp_path, rows), in_jsonl(tmp_path, rows))
+            list(DataSource(str(path), "test").documents())
+            for path in (self.file(tmp_path, rows), in_jsonl(tmp_path, rows))
         )
         assert documents == expected
         assert documents[1].text == "title 1 text, of 1"
         wrong = self.file(tmp_path, [*rows, rows[0]])
         with pytest.raises(DataError, match=rf"{wrong.name}:{self.line(NUM_ROWS + 1)}: _id: 'd0' is given twice"):
-            list(read(str(wrong), "test").documents())
+            list(DataSource(str(wrong), "test").documents())
 
     def test_one_broken_row_is_named_and_the_others_come_out(self, tmp_path: Path) -> None:
         rows = pairs()
@@ -161,7 +163,7 @@ class FormatContract:
         """Check that row `BROKEN` of a file is refused with its line, and that all others come out without it."""
         where = f"{path.name}:{self.line(BROKEN)}: "
         assert where in self.refusal(path)
-        loaded = read(str(path), "train", DataKeys(skip_invalid_records=True)).records()
+        loaded = DataSource(str(path), "train", DataKeys(skip_invalid_records=True)).records()
         assert loaded.num_invalid == 1
         assert where in loaded.notes[0]
         expected = [row["query"] for number, row in enumerate(pairs(), start=1) if number != BROKEN]
@@ -206,13 +208,13 @@ class FormatContract:
         path = self.file(tmp_path, pairs())
         # Cuts at equal steps over the whole file: in its header, within a row, between two rows, and near its end.
         content = path.read_bytes()
-        expected = contents(read(str(path), "train").records().table)
+        expected = contents(DataSource(str(path), "train").records().table)
         num_refused = 0
         for number in range(NUM_CUTS):
             size = len(content) * number // NUM_CUTS
             path.write_bytes(content[:size])
             try:
-                rows = contents(read(str(path), "train").records().table)
+                rows = contents(DataSource(str(path), "train").records().table)
             except DataError as error:
                 num_refused += 1
                 assert path.name in str(error)  # noqa: PT017 - some cuts are no fault
@@ -226,7 +228,7 @@ class FormatContract:
     def test_a_missing_column_is_told_by_the_first_rows_and_no_file_stays_open(self, tmp_path: Path) -> None:
         path = self.file(tmp_path, pairs(500))
         before = len(list(OPEN_FILES.iterdir())) if OPEN_FILES.exists() else 0
-        columns, modalities = read(str(path), "train").peek()
+        columns, modalities = DataSource(str(path), "train").peek()
         assert modalities == {"text"}
         assert [*columns.used] == ["query", "positive"]
         assert next(iter(iter_rows(path)))[1] == pairs(1)[0]
@@ -234,7 +236,7 @@ class FormatContract:
         if self.any_columns:
             path = self.file(tmp_path, [{"ask": row["query"], "positive": row["positive"]} for row in pairs(500)])
             with pytest.raises(DataError, match=r"has a column 'query': missing .* the row has ask, positive"):
-                read(str(path), "train").peek()
+                DataSource(str(path), "train").peek()
 
     def test_a_second_start_takes_the_rows_without_a_look_at_the_file(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -242,15 +244,15 @@ class FormatContract:
         monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
         monkeypatch.setattr(table_cache, "LEAST_BYTES", 0)
         path = self.file(tmp_path, pairs())
-        first = read(str(path), "train").records()
+        first = DataSource(str(path), "train").records()
         assert os.listdir(tmp_path / "cache" / "records")  # noqa: PTH208
 
         def read_again(*_: object) -> Iterator[object]:
             raise AssertionError("the file was read a second time")
 
-        monkeypatch.setattr(vembed.data.read, "iter_rows", read_again)
-        monkeypatch.setattr(vembed.data.read, "line_blocks", read_again)
-        second = read(str(path), "train").records()
+        monkeypatch.setattr(vembed.data.row_loader, "iter_rows", read_again)
+        monkeypatch.setattr(vembed.data.row_loader, "line_blocks", read_again)
+        second = DataSource(str(path), "train").records()
         assert contents(second.table) == contents(first.table)
         assert second.table.fingerprint == first.table.fingerprint
         assert (second.columns.text, second.num_invalid) == (first.columns.text, 0)

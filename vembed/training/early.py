@@ -19,7 +19,7 @@ from vembed.checkpoint.format import (
     steps_in,
 )
 from vembed.config.record import ResumeDifference, resume_differences
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.run_data import all_sources
 from vembed.errors import ConfigError, VembedError
 from vembed.files import home_path, is_file, is_folder, listed_paths
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from vembed.batch import Modality
     from vembed.config.schema import Config
-    from vembed.data.read import DataSource
     from vembed.models.keys import ModelKeys
 
 
@@ -174,7 +173,7 @@ def _refuse_wrong_data(config: Config, modalities: dict[str, frozenset[Modality]
     _refuse_all(source.refuse_missing for source in sources)
     _refuse_all(partial(look, source) for source in sources)
     if config.mine_corpus is not None:
-        read(config.mine_corpus, "train", config).documents()
+        DataSource(config.mine_corpus, "train", config).documents()
 
 
 def _refuse_unread(config: Config, modalities: Mapping[str, Collection[Modality]]) -> None:

@@ -20,7 +20,7 @@ from vembed.evaluation.diagnosis import diagnose, diagnosis_lines, performance, 
 from vembed.evaluation.evaluate import Directions, recall_sums
 from vembed.evaluation.judge import Verdict, caveats, headline, overall, verdict, worse_than_untrained
 from vembed.evaluation.next_steps import next_commands
-from vembed.evaluation.report.run_report import Reverse, RunReport
+from vembed.evaluation.report.inputs import Reverse, RunReport
 from vembed.files import new_folder, share_permissions
 from vembed.models.adapters import has_adapters, merge_adapters, narrowed_bytes, save_trained
 from vembed.plan.devices import cpu_cores

@@ -24,7 +24,7 @@ import torch
 from vembed.batch import Ragged
 from vembed.data.judged import REVERSED
 from vembed.data.keys import DataKeys, LabelKind
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import folder_names, model_labels, set_labels, unique_folders
 from vembed.evaluation.benchmark.stored import (
@@ -237,7 +237,9 @@ def _load_sets(paths: Sequence[str], options: BenchmarkOptions) -> list[_Set]:
     """Read the sets, and refuse an index that one of them is too small for."""
     root = None if options.image_root is None else str(options.image_root)
     keys = DataKeys(image_root=root, label_kind=options.label_kind)
-    tasks = [read(path, "test", keys, split=options.split, user_names=("--data", "--split")).judged() for path in paths]
+    tasks = [
+        DataSource(path, "test", keys, split=options.split, user_names=("--data", "--split")).judged() for path in paths
+    ]
     labels = set_labels([task.name for task in tasks], paths)
     wanted = []
     for task, label in zip(tasks, labels, strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 
 from vembed.evaluation.report.speed import percent_text
 from vembed.pages.charts import BARS, BETTER, INK, WORSE, chart_axes, inline_svg, set_ticks
-from vembed.pages.page import Figure, Row, Section, Shares
+from vembed.pages.page import Figure, Section, Share, Shares, SideBySide
 from vembed.pages.text import count_text, signed_text
 from vembed.text import plural
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from markupsafe import Markup
 
-    from vembed.evaluation.report.run_report import RunReport
+    from vembed.evaluation.report.inputs import RunReport
 
 
 def change_counts(gains: Sequence[float]) -> dict[str, int]:
@@ -33,7 +33,7 @@ def changes_section(report: RunReport, gains: Sequence[float]) -> Section:
     Args:
         gains: Final minus baseline in the verdict's metric, of each query that has a finite value in both.
     """
-    metric, counts = report.verdict.comparison.metric, change_counts(gains)
+    metric, counts = report.metric, change_counts(gains)
     improved, unchanged, worse = map(count_text, counts.values())
     sentence = (
         f"Of {plural(len(gains), 'query', 'queries')}, {improved} improved, {unchanged} stayed the same and {worse} "
@@ -52,16 +52,16 @@ def changes_section(report: RunReport, gains: Sequence[float]) -> Section:
     shares = Shares(
         sentence,
         [
-            ("improved", "▲", counts["improved"], f"improved{share('improved')}"),
-            ("unchanged", "=", counts["unchanged"], f"stayed the same{share('unchanged')}"),
-            ("worse", "▼", counts["worse"], f"got worse{share('worse')}"),
+            Share("improved", "▲", counts["improved"], f"improved{share('improved')}"),
+            Share("unchanged", "=", counts["unchanged"], f"stayed the same{share('unchanged')}"),
+            Share("worse", "▼", counts["worse"], f"got worse{share('worse')}"),
         ],
     )
     if not any(gains):  # nothing to draw
         return Section("changes", "Query by query", [shares])
     words = "Queries by difference; those that stayed the same are left out."
     figure = Figure(f"How much {metric} changed", partial(draw_gains, gains), words)
-    return Section("changes", "Query by query", [Row([figure, shares])])
+    return Section("changes", "Query by query", [SideBySide([figure, shares])])
 
 
 def draw_gains(gains: Sequence[float], *, name: str, label: str) -> Markup:

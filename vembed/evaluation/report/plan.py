@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vembed.pages.page import Items, Note, Section, Table, pairs_table
+from vembed.pages.page import Note, NoteList, Section, Table, pairs_table
 from vembed.pages.text import value_text
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def plan_section(plan: Mapping[str, object]) -> Section:
     reasons, settings, tables = plan_parts(plan)
     blocks: list[Block] = []
     if reasons:
-        blocks.append(Items([Note(reason) for reason in reasons], ordered=True))
+        blocks.append(NoteList([Note(reason) for reason in reasons], ordered=True))
     if settings:
         blocks.append(pairs_table("Plan", settings, "The settings of the plan."))
     blocks += [records_table(name, rows) for name, rows in tables]
@@ -89,7 +89,7 @@ def records_table(key: str, records: Sequence[Mapping[str, str]]) -> Table:
     return Table(
         [name.replace("_", " ") for name in names],
         rows,
-        words=frozenset(range(len(names))),
+        text_columns=frozenset(range(len(names))),
         tones=dict.fromkeys(marked, "chosen"),
         title=key.replace("_", " ").capitalize(),
         caption=PEAK_CAPTION if NOT_AT_ONCE in names else "",

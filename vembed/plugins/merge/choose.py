@@ -24,7 +24,7 @@ from vembed.evaluation.benchmark.stored import read_stored, task_key, write_stor
 from vembed.evaluation.evaluate import EvaluationOptions, evaluate
 from vembed.evaluation.judge import compare, guard_verdict
 from vembed.pages.charts import BETTER, INK, LARGE_INCHES, LINE, SERIES, chart_axes, inline_svg, set_ticks
-from vembed.pages.page import Cell, Figure, Note, Page, Row, Section, Table, command_blocks, pairs_table
+from vembed.pages.page import Cell, Figure, Note, Page, Section, SideBySide, Table, command_blocks, pairs_table
 from vembed.pages.text import metric_text, signed_text
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def merge_page(choice: Choice, models: Sequence[str], facts: Mapping[str, str], 
         title=" + ".join(model_labels(models)),
         head=[Note(merge_headline(choice)), Note(LIMITS, muted=True)],
         sections=[
-            Section("mixtures", "Mixtures", [Row([figure]), mixtures_table(choice)]),
+            Section("mixtures", "Mixtures", [SideBySide([figure]), mixtures_table(choice)]),
             Section(
                 "method",
                 "How it was merged",
@@ -261,7 +261,7 @@ def mixtures_table(choice: Choice) -> Table:
             ]
             for point in choice.points
         ],
-        words=frozenset({0, len(heads) - 1}),
+        text_columns=frozenset({0, len(heads) - 1}),
         tones={choice.points.index(choice.chosen): "chosen"},
         title="Mixtures",
         caption="Each mixture beside the first model: metric, difference, and its 95% interval.",

@@ -121,12 +121,12 @@ def _refuse(options: MergeOptions) -> None:
 
     from vembed.data.judged import find_split
     from vembed.data.keys import SPLIT_NAMES
-    from vembed.data.read import read
+    from vembed.data.read import DataSource
 
     for path, split in options.sets:
-        read(path, "validation", split=split, user_names=("--data or --guard", "--split")).refuse_missing()
+        DataSource(path, "validation", split=split, user_names=("--data or --guard", "--split")).refuse_missing()
     for path in options.targets if options.split is None else ():
-        if read(path, "validation").kind != "beir":
+        if DataSource(path, "validation").kind != "beir":
             continue
         # A BEIR folder whose only split is its test split would serve without a word.
         split, _ = find_split(home_path(path), None, "validation", "--split")

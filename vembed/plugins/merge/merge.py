@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import vembed
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.evaluation.card import CARD_FILE, render_card
 from vembed.evaluation.card_facts import CardFacts, model_facts, written_with
 from vembed.models.export import ExportRequest, stored_dtype, write_encoder
@@ -63,10 +63,8 @@ def merge_models(
     """
     names = [redact(model.model_name) for model in models]
     # Sets are read before models are loaded: a bad row costs no loading.
-    sets = [
-        read(path, "validation", split=split, user_names=("--data or --guard", "--split or --guard-split")).judged()
-        for path, split in options.sets
-    ]
+    user_names = ("--data or --guard", "--split or --guard-split")
+    sets = [DataSource(path, "validation", split=split, user_names=user_names).judged() for path, split in options.sets]
     # Means of float32 weights, whatever is stored: rounding each model first would lose small differences.
     encoders = [load_encoder(model.model_copy(update={"torch_dtype": "float32"})).eval() for model in models]
     # Hashing reads every weight: only results that are kept need to know whose they are.

@@ -90,4 +90,4 @@ def scores_table(scores: Mapping[str, Sequence[tuple[str, str, float]]]) -> list
     if len(lines) > 1:
         means = [metric_text(fmean(value for *_, value in column)) for column in scores.values()]
         lines.append([f"mean of {len(lines)} tasks", measures.pop() if len(measures) == 1 else "", *means])
-    return table_lines(Table(["task", "measure", *scores], lines, words=frozenset({0, 1})))
+    return table_lines(Table(["task", "measure", *scores], lines, text_columns=frozenset({0, 1})))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from vembed.batch import ImageLimits
 from vembed.data.judged import RetrievalData
 from vembed.data.keys import DataKeys, listed
-from vembed.data.read import read
+from vembed.data.read import DataSource
 from vembed.data.run_data import content_hash, load_run_data
 from vembed.errors import ConfigError, VembedError
 from vembed.evaluation.judge import LEVEL, compare, holm, judged, mean_interval, mean_verdict, paired_p_value
@@ -497,10 +497,10 @@ def load_task(run: Run, result: SetResult) -> tuple[RetrievalData | None, str]:
     try:
         keys = DataKeys.model_validate({name: config[name] for name in DataKeys.model_fields if name in config})
         if result.key == "test" and keys.test_data_path:
-            source = read(listed(keys.test_data_path)[0], "test", keys, split=keys.test_data_split)
+            source = DataSource(listed(keys.test_data_path)[0], "test", keys, split=keys.test_data_split)
             task = source.judged(takes_pairs=True)
         elif keys.val_data_path is not None:
-            source = read(keys.val_data_path, "validation", keys, split=keys.val_data_split)
+            source = DataSource(keys.val_data_path, "validation", keys, split=keys.val_data_split)
             task = source.judged(takes_pairs=True)
         else:  # the run held rows of its training data out; the same seed and keys hold out the same ones
             divides = config.get("eval_strategy") != "no"

@@ -36,13 +36,13 @@ from vembed.pages.page import (
     Figure,
     Fold,
     Heading,
-    Items,
     Note,
+    NoteList,
     Page,
     Ranking,
-    Result,
-    Row,
+    RankingItem,
     Section,
+    SideBySide,
     Table,
     command_blocks,
     pairs_table,
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.judge import VerdictWord
     from vembed.evaluation.report.curves import Curve
     from vembed.evaluation.report.examples import Example
-    from vembed.pages.page import Block
+    from vembed.pages.page import Block, RowTone
     from vembed.workflows.comparison.compare import Line, PairWord, RunComparison, SetTable
     from vembed.workflows.comparison.runs import Run, RunCost
 
@@ -152,9 +152,9 @@ def head_blocks(comparison: RunComparison) -> list[Block]:
         reading = WORDS.get(verdict.word)
         symbol, tone = ("○", "") if reading is None else (SYMBOLS[reading], reading.replace(" ", "-"))
         verdicts.append(Note(verdict.sentence, lead=f"{symbol} {verdict.word}", tone=tone))
-    blocks: list[Block] = [Items(verdicts, layout="cards")]
+    blocks: list[Block] = [NoteList(verdicts, layout="cards")]
     if comparison.notes:
-        blocks.append(Items([Note(note, muted=True) for note in comparison.notes]))
+        blocks.append(NoteList([Note(note, muted=True) for note in comparison.notes]))
     return blocks
 
 
@@ -218,8 +218,8 @@ def metrics_table(table: SetTable, metric: str, baseline: Run) -> Table:
             ]
         )
     heads = ["Run", one_line(metric), "Difference", "p", *(["p (Holm)"] if is_corrected else []), "Reading"]
-    tones = {row: "decisive" for row, line in enumerate(lines) if line.name == baseline.name}
-    return Table(heads, rows, words=frozenset({0, len(heads) - 1}), tones=tones)
+    tones: dict[int, RowTone] = {row: "decisive" for row, line in enumerate(lines) if line.name == baseline.name}
+    return Table(heads, rows, text_columns=frozenset({0, len(heads) - 1}), tones=tones)
 
 
 def terminal_lines(comparison: RunComparison) -> list[str]:
@@ -380,7 +380,7 @@ def curves_section(comparison: RunComparison) -> Section | None:
         if overlay.has_seconds:
             draw = partial(draw_overlay, overlay, over_seconds=True)
             figures.append(Figure(f"{overlay.title}, over seconds", draw, overlay.words))
-    return Section("curves", "Curves", [Items(legend, layout="across"), Row(figures)])
+    return Section("curves", "Curves", [NoteList(legend, layout="across"), SideBySide(figures)])
 
 
 def draw_overlay(overlay: Overlay, *, over_seconds: bool = False, name: str, label: str) -> Markup:
@@ -464,7 +464,7 @@ def change_ranking(comparison: RunComparison, run: str, example: Example, of_bas
             continue
         hit = hits[0]
         results.append(
-            Result(
+            RankingItem(
                 identifier=hit.document_id,
                 text=text_of(hit.item),
                 pictures=pictures_of(hit.item),
@@ -474,7 +474,7 @@ def change_ranking(comparison: RunComparison, run: str, example: Example, of_bas
                 mark="" if comparison.task is None else "right" if hit.is_relevant else "wrong",
             )
         )
-    query = Result(
+    query = RankingItem(
         identifier=example.query_id,
         text=text_of(example.item),
         pictures=pictures_of(example.item),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from vembed.errors import ConfigError, DataError
-from vembed.evaluation.report.run_report import SCHEMA_VERSION
+from vembed.evaluation.report.document import SCHEMA_VERSION
 from vembed.evaluation.report.speed import rate, settled_rows
 from vembed.evaluation.results import METRICS_FILE, read_evaluation
 from vembed.files import home_path, is_file, is_folder

@@ -13,7 +13,19 @@ from vembed.data.columns import listing
 from vembed.data.images import check_image
 from vembed.pages.charts import LARGE_INCHES, SERIES, chart_axes, inline_svg, set_ticks
 from vembed.pages.html import render_html
-from vembed.pages.page import Cell, Facts, Figure, Heading, Note, Page, Row, Section, Table, command_blocks, pairs_table
+from vembed.pages.page import (
+    Cell,
+    Facts,
+    Figure,
+    Heading,
+    Note,
+    Page,
+    Section,
+    SideBySide,
+    Table,
+    command_blocks,
+    pairs_table,
+)
 from vembed.pages.text import capitalised, clip, columns_of, count_text, number_text, one_line, plain
 from vembed.pages.write import write_files
 from vembed.text import plural
@@ -166,7 +178,7 @@ def check_page(check: DataCheck, command: str) -> Page:
         for side, lengths in profile.lengths.items()
     ]
     caption = "Lengths, scripts, classes and grades of distinct texts."
-    shape: list[Block] = [Row(figures)] if figures else []
+    shape: list[Block] = [SideBySide(figures)] if figures else []
     shape.append(pairs_table("What the data are like", profile_facts(check), caption))
     if profile.classes:
         classes = [(name, plural(count, "row")) for name, count in profile.classes.items()]
@@ -198,7 +210,7 @@ def findings_table(check: DataCheck) -> Table:
             ]
             for finding in check.findings
         ],
-        words=frozenset({0, 3}),
+        text_columns=frozenset({0, 3}),
         tones={row: "muted" for row, finding in enumerate(check.findings) if finding.severity == "note"},
         title="Findings",
         caption="The worst first. Errors make the command fail.",
@@ -214,8 +226,8 @@ def example_blocks(finding: Finding) -> list[Block]:
         rows = [[clip(cell, PAGE_CHARACTERS).short for cell in example] for example in finding.examples]
         count = len(rows)
         caption = f"{count} of {count_text(finding.count)}" if count < finding.count else "All of them"
-        words = frozenset(range(len(finding.heads)))
-        blocks.append(Table(finding.heads, rows, words=words, title=title, caption=caption))
+        text_columns = frozenset(range(len(finding.heads)))
+        blocks.append(Table(finding.heads, rows, text_columns=text_columns, title=title, caption=caption))
     return blocks
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from vembed.errors import DataError
 from vembed.evaluation.judge import CONFIDENCE, compare
 from vembed.pages.charts import BETTER, LARGE_INCHES, LINE, SERIES, chart_axes, inline_svg
-from vembed.pages.page import Cell, Figure, Note, Page, Row, Section, Table, command_blocks, pairs_table
+from vembed.pages.page import Cell, Figure, Note, Page, Section, SideBySide, Table, command_blocks, pairs_table
 from vembed.pages.terminal import table_lines
 from vembed.pages.text import capitalised, metric_text, signed_text
 from vembed.text import plural
@@ -141,7 +141,7 @@ def sweep_page(
         title=f"{plural(len(ranked), 'trial')} over {', '.join(tried_keys(ranked))}",
         head=[Note(f"{capitalised(line)}.") for line in chosen_lines(ranked, metric, has_test=has_test)],
         sections=[
-            Section("trials", "Trials", [Row([figure]), trials_table(ranked, metric), Note(LIMITS, muted=True)]),
+            Section("trials", "Trials", [SideBySide([figure]), trials_table(ranked, metric), Note(LIMITS, muted=True)]),
             Section(
                 "method",
                 "How it was tried",
@@ -185,7 +185,7 @@ def trials_table(ranked: Sequence[Ranked], metric: str) -> Table:
     return Table(
         ["#", *keys, f"{metric} (dev)", "Difference (interval)", "Beside the best", "Step"],
         rows,
-        words=frozenset({*range(len(keys) + 1), len(keys) + 3}),
+        text_columns=frozenset({*range(len(keys) + 1), len(keys) + 3}),
         tones={row: "chosen" for row, trial in enumerate(ranked) if trial.word == "best"},
         title="Trials",
         caption=(

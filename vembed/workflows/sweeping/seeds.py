@@ -20,7 +20,7 @@ from vembed.evaluation.results import read_evaluation
 from vembed.files import new_folder, replace_text
 from vembed.models.names import MODEL_FOLDER
 from vembed.pages.charts import BETTER, INK, LARGE_INCHES, SERIES, chart_axes, inline_svg
-from vembed.pages.page import Cell, Code, Figure, Note, Page, Row, Section, Table
+from vembed.pages.page import Cell, Code, Figure, Note, Page, Section, SideBySide, Table
 from vembed.pages.text import capitalised, metric_text, signed_text
 from vembed.pages.write import write_page
 from vembed.redact import redact
@@ -201,7 +201,7 @@ def seeds_page(report: SeedsReport) -> Page:
         title=plural(count, "seed"),
         head=[Note(f"{capitalised(report.whole.verdict.sentence)}."), Note(f"{capitalised(report.keeps)}.")],
         sections=[
-            Section("seeds", "Seeds", [Row([figure]), seeds_table(report), Note(limits, muted=True)]),
+            Section("seeds", "Seeds", [SideBySide([figure]), seeds_table(report), Note(limits, muted=True)]),
             Section("method", "Reproduce", [Code(report.command, "Command")]),
         ],
         document=seeds_document(report),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kit.runs import Outcome, Site, make_site, run_process, write_config
-from search_cases import Done, Page, start_page, write_corpus
+from kit.runs import Done, Outcome, Site, make_site, run_process, write_config
+from search_cases import Page, start_page, write_corpus
 
 import vembed
 from vembed.registry import COMMANDS

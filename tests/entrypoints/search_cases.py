@@ -34,15 +34,6 @@ FILES = {"vectors.npy", "ids.jsonl", "index.faiss", "meta.json", "checksums.json
 PICTURE_FILES = FILES | {"thumbnails.bin", "thumbnails.npy", "probe.npy"}
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a command printed and returned."""
-
-    code: int
-    out: str
-    err: str
-
-
 def write_corpus(path: Path, documents: Mapping[str, str] = DOCUMENTS) -> Path:
     path.write_text("".join(json.dumps({"_id": name, "text": text}) + "\n" for name, text in documents.items()))
     return path

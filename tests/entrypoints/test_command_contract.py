@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import pytest
-from kit.runs import word_pairs, write_rows
-from search_cases import Done
+from kit.runs import Done, word_pairs, write_rows
 
 from vembed.config.messages import key_schemas
 from vembed.distributed.lock import hold_output
@@ -127,8 +126,7 @@ class CommandContract:
 
     @pytest.mark.parametrize("name", NAMES)
     def test_an_unknown_option_ends_with_the_usage(self, name: str, call: Callable[..., Done], place: Path) -> None:
-        done = call(name, *WRONG_PATH[name], "--no-such-option")
-        assert done.code == 2
+        done = call(name, *WRONG_PATH[name], "--no-such-option").fails(2)
         assert done.err.startswith(f"usage: vembed {name}")
         assert "unrecognized arguments: --no-such-option" in done.err
         assert contents(place) == contents(place), "nothing is written"
@@ -147,9 +145,7 @@ class CommandContract:
         assert contents(place) == before, "nothing is written"
 
     @pytest.mark.parametrize("name", sorted(HOLDS))
-    def test_an_output_that_another_one_writes_is_refused(
-        self, name: str, call: Callable[..., Done], place: Path
-    ) -> None:
+    def test_an_output_that_another_writes_is_refused(self, name: str, call: Callable[..., Done], place: Path) -> None:
         import threading
 
         words = HOLDS[name]
@@ -176,8 +172,7 @@ class CommandContract:
         words, output = WRITES[name]
         written = []
         for _ in range(2):
-            done = call(name, *words)
-            assert done.code == 0, done.err
+            call(name, *words).ok()
             written.append(contents(place / output))
             for path in place.glob("OUT*"):
                 path.rename(path.with_name(f"kept-{len(written)}-{path.name}"))

@@ -17,6 +17,7 @@ from kit.runs import ROOT, RUN, Site, environment, run_here, run_keys, write_con
 from vembed.entrypoints import command, export
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.train import main
+from vembed.registry import COMMANDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -218,6 +219,19 @@ def test_the_module_starts_as_well(tmp_path: Path) -> None:
         capture_output=True, text=True, cwd=tmp_path, env=environment(), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_the_command_line_lists_its_commands_and_suggests_the_nearest() -> None:
+    def vembed(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "vembed", *words], capture_output=True, text=True, check=False)
+
+    listing = vembed("--help")
+    assert listing.returncode == 0
+    assert all(name in listing.stdout for name in COMMANDS.names())
+    assert vembed().returncode == 2
+    typo = vembed("evalute")
+    assert typo.returncode == 2
+    assert "did you mean evaluate" in typo.stderr
 
 
 def test_the_command_leaves_the_callers_logging_alone(site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture)\

@@ -10,7 +10,7 @@ import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import yaml
@@ -138,20 +138,35 @@ def write_config(folder: Path, keys: dict[str, Any], name: str = "config.yaml") 
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a command left behind.
-
-    Attributes:
-        code: Exit code.
-        out: Standard output.
-        err: Standard error.
-        folder: Its output folder.
-        rows: The rows of metrics.jsonl as they were when the command ended.
-    """
+class Done:
+    """A command's exit code, and all that it printed."""
 
     code: int
     out: str
     err: str
+
+    def ok(self) -> Self:
+        """Return this, or fail unless the command ended well."""
+        assert self.code == 0, self.err or self.out
+        return self
+
+    def fails(self, code: int, *words: str) -> Self:
+        """Return this, or fail unless the command ended with a code, these words and no traceback."""
+        assert self.code == code, self.err or self.out
+        assert not (missing := [each for each in words if each not in self.err]), f"not said: {missing}\n{self.err}"
+        assert "Traceback" not in self.err
+        return self
+
+
+@dataclass(frozen=True)
+class Outcome(Done):
+    """What a run left behind.
+
+    Attributes:
+        folder: Its output folder.
+        rows: The rows of metrics.jsonl as they were when the command ended.
+    """
+
     folder: Path
     rows: list[dict[str, Any]]
 
@@ -159,6 +174,20 @@ class Outcome:
     def of(cls, code: int, out: str, err: str, folder: Path) -> Outcome:
         """Look at what is there now."""
         return cls(code, out, err, folder, metric_rows(folder))
+
+    def text(self, name: str) -> str:
+        """Read a file of the output folder."""
+        return (self.folder / name).read_text("utf-8")
+
+    def json(self, name: str) -> Any:
+        """Read a file of JSON of the output folder."""
+        return json.loads(self.text(name))
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan that the run wrote."""
+        plan: dict[str, Any] = self.json("plan.json")
+        return plan
 
     @property
     def last_line(self) -> str:

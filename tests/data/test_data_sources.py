@@ -312,7 +312,7 @@ def test_judgements_of_its_own_are_taken(add: Callable[..., None]) -> None:
 
 def test_a_record_without_a_line_is_refused(add: Callable[..., None]) -> None:
     add(lambda _: [Record("q", ("p",), (), None, "nowhere")])
-    with pytest.raises(DataError, match=r"stands in 'nowhere'; write its location as file:line"):
+    with pytest.raises(DataError, match=r"has the location 'nowhere'; write it as file:line"):
         load("builtin:toy-set")
 
 

@@ -103,7 +103,7 @@ def test_a_missing_column_is_told_once_with_the_number_of_its_rows(call: Any, ba
     path.write_text("".join(f'{{"key": {number}, "text": "a"}}\n' for number in range(50)) + '{"_id": 1, "text": ""}\n')
     refused = call("encode", bag, "--data", path, "--output", tmp_path / "x")
     assert refused.code == 3
-    assert refused.err.count("no column '_id' or 'id'") == 1
+    assert refused.err.count("no column '_id', 'id'") == 1
     assert "50 invalid rows" in refused.err
     assert "  c.jsonl:1, 2, 3 and 47 more rows: " in refused.err
     assert refused.err.count("more") == 1
@@ -114,7 +114,7 @@ def test_titles_columns_and_empty_texts(call: Any, bag: Path, tmp_path: Path) ->
     path.write_text('{"key": 7, "title": "Pie", "body": "with apples"}\n\n{"key": 8, "body": ""}\n')
     refused = call("encode", bag, "--data", path, "--output", tmp_path / "x")
     assert refused.code == 3
-    assert "c.jsonl:1: no column '_id' or 'id'" in refused.err
+    assert "c.jsonl:1: no column '_id', 'id'" in refused.err
     assert "--id-column" in refused.err
     near = call("encode", bag, "--data", path, "--output", tmp_path / "x", "--id-column", "key", "--text-column", "bdy")
     assert "did you mean 'body'" in near.err

@@ -49,7 +49,7 @@ def test_all_missing_columns_stand_in_one_message(
         ),
         ("gpu=1", "a run uses every visible accelerator"),
         ("cuda=true", "a run uses every visible accelerator"),
-        ("val_data_path=none", "to train without one, set eval_strategy to no and name a test_data_path"),
+        ("val_data_path=none", "To train without a dev set, set eval_strategy to no and name a test_data_path"),
         ("n_dims_per_step=3", "unknown key; docs/configuration.md lists every key"),
         ("lerning_rate=1", "unknown key; did you mean learning_rate?"),
         ("num_epoch=1", "unknown key; did you mean epochs?"),

@@ -56,7 +56,7 @@ def test_a_plan_for_other_devices_reads_no_data_and_writes_nothing(
         "strategies",
         "ZeRO stages",
         "decision tree",
-        "if a step runs out of memory",
+        "if a step still runs out of memory",
         "as devices are added",
     ):
         assert f"\n{title}" in out

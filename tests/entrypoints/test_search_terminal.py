@@ -87,7 +87,7 @@ def test_latency_is_one_line_behind_the_hits_and_the_last_object_of_json(
 
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert call("search", index, "--latency").out == ""
-    assert "leave out one of the two" in call("search", index, "--serve", "--latency").err
+    assert "leave one of them out" in call("search", index, "--serve", "--latency").err
 
 
 def test_queries_come_from_the_input_line_by_line(call: Any, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:

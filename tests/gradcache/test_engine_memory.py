@@ -275,7 +275,7 @@ def test_repair_can_be_switched_off() -> None:
     case, _ = limited_case(0.0, 5, "forward")
     options = EngineOptions(ChunkBudget(16, 10**6), CPU, oom_retry=False)
     engine = GradCacheEngine(make_loss(), options, list(case.encoder.parameters()))
-    with pytest.raises(MachineError, match="set oom_retry"):
+    with pytest.raises(MachineError, match="oom_retry or use_gradient_cache forbids smaller chunks"):
         engine.step(case.pools, case.structure)
 
 

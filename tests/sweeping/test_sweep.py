@@ -90,7 +90,7 @@ def test_corners_have_every_value_once() -> None:
         (["output_dir=a,b"], "--output"), (["resume=never"], "--output"), (["seeds=1"], "seed=1,2,3"),
         (["val_data_path=a"], "same sets"), (["test_data_path=a"], "same sets"),
         (["metric_for_best_model=mrr@10"], "compared by"), (["lr=1", "learning_rate=2"], "already"),
-        (["logging_steps=1,2"], "nothing"), (["cpu_offload=true,false"], "nothing"),
+        (["logging_steps=1,2"], "doesn't change the result"), (["cpu_offload=true,false"], "doesn't change the result"),
     ],
 )  # fmt: skip
 def test_words_that_cannot_be_tried_say_what_to_write(words: list[str], told: str) -> None:

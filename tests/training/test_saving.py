@@ -181,6 +181,7 @@ def test_each_difference_of_two_stamps_is_named_with_both_values_however_deep() 
         "size": 2,
         "deep": {"rate": 1e-5, "dims": [64, 128]},
         "lora": {},
+        "flag": True,
     }
     now = {"size": 4, "deep": {"rate": 2e-5, "dims": (64,)}, "lora": {"r": 16}, "flag": 1, "new": "x"}
     assert stamp_differences(saved, now) == {

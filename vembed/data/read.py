@@ -145,7 +145,7 @@ class DataSource:
 
     @property
     def training_needs(self) -> LossNeeds | None:
-        """What the loss needs of these rows; None where they aren't trained on."""
+        """The columns that the loss needs of these rows; None where they aren't trained on."""
         return self.loss_needs if self.role == "train" else None
 
     @property

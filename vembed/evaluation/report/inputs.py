@@ -1,4 +1,4 @@
-"""What a run hands over for its report: results before and after training, logged numbers, plan and settings."""
+"""The inputs of a run's report: results before and after training, logged numbers, plan and settings."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportNumbers:
-    """What is computed from a `RunReport`, a field for each section that shows it."""
+    """The numbers computed from a `RunReport`, a field for each section that shows them."""
 
     forward: Comparisons  # all systems in all metrics
     reverse: Comparisons | None  # the same for the other direction; None where it isn't measured

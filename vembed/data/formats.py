@@ -17,7 +17,7 @@ from vembed.data.arrow_files import arrow_rows, parquet_rows
 from vembed.data.json_lists import json_rows
 from vembed.data.lines import RawRow, Unreadable, jsonl_rows, numbered_lines, os_errors_named, row_of
 from vembed.data.tar_shards import shard_rows
-from vembed.data.text_tables import TableForm, table_rows
+from vembed.data.text_tables import table_rows
 from vembed.errors import ConfigError, DataError
 from vembed.registry import FORMATS
 
@@ -89,26 +89,26 @@ def suffix_of(path: Path) -> str | None:
 
 def format_of(path: Path) -> RowFormat:
     """Return the format of a file; one of an unknown suffix is read as a table of text, as .txt is."""
-    loaded: RowFormat = FORMATS.load((suffix_of(path) or NAMED_SUFFIXES[0])[1:])
+    suffix = suffix_of(path) or ".txt"
+    loaded: RowFormat = FORMATS.load(suffix.removeprefix("."))
     return loaded
 
 
-def iter_rows(path: Path, wanted: Wanted = list, form: TableForm | None = None) -> Iterator[RawRow]:
+def iter_rows(path: Path, wanted: Wanted = list) -> Iterator[RawRow]:
     """Yield the rows of one file, in order.
 
     Args:
         wanted: Given the columns of a columnar file, says which to read; the default reads all.
-        form: Delimiter and quotes of a table of text; None finds them in the file.
 
     Raises:
         DataError: The file is empty, or can't be read on.
         MachineError: The operating system refuses to read it.
     """
     with os_errors_named(path):
-        yield from format_of(path).rows(path, wanted) if form is None else table_rows(path, form)
+        yield from format_of(path).rows(path, wanted)
 
 
-# The entries of FORMATS (vembed/registry.py), which names them by suffix.
+# The entries of FORMATS (vembed/registry.py), which names them by suffix. Only columnar files can leave columns unread.
 JSONL = RowFormat(lambda path, _: jsonl_rows(numbered_lines(path)))
 JSON = RowFormat(lambda path, _: json_rows(path))
 TABLE = RowFormat(lambda path, _: table_rows(path), cells_are_text=True)

@@ -63,6 +63,9 @@ UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _BROKEN_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
+# --- Blocks of lines
+
+
 class LineBlock(NamedTuple):
     """Whole lines of a file, next to each other."""
 
@@ -98,8 +101,9 @@ class LineBlock(NamedTuple):
         # many there are, unless all of them are white space: only then the whole block is looked at.
         end = self.data if self.data[-1000:].isspace() else self.data[-1000:]
         num_visible = len(end.rstrip())
-        # Behind the last visible character: the first line end closes its line, each further one is a blank line.
-        num_trailing_blank = end.count(b"\n", num_visible) + (-1 if num_visible else self.num_blank)
+        num_ends = end.count(b"\n", num_visible)
+        # After a visible character the first line end closes its own line; without one, the blank lines go on.
+        num_trailing_blank = num_ends - 1 if num_visible else self.num_blank + num_ends
         return LineBlock(self.name, self.first + self.num_ends, num_trailing_blank, data)
 
 
@@ -116,10 +120,12 @@ def line_blocks(path: Path) -> Iterator[LineBlock]:
             while True:
                 piece = handle.read1(BLOCK_BYTES)
                 num_whole = piece.rfind(b"\n") + 1  # bytes up to the last line end
-                if not num_whole and piece and len(rest) + len(piece) <= MAX_LINE_BYTES:
-                    rest += piece  # inside a long line, which may be over the limit before it ends
+                is_inside_line = bool(piece) and not num_whole
+                if is_inside_line and len(rest) + len(piece) <= MAX_LINE_BYTES:
+                    rest += piece
                     continue
-                # At the end of the file, or where a line is too long, what there is becomes a block without a line end.
+                # What has no line end becomes a block too: the end of the file, and a line over the limit, which
+                # `numbered` refuses.
                 num_whole = num_whole or len(piece)
                 data, rest = b"".join((rest, memoryview(piece)[:num_whole])), piece[num_whole:]
                 if data:
@@ -141,6 +147,9 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """
     for block in line_blocks(path):
         yield from block.numbered()
+
+
+# --- One text
 
 
 def pieces(path: Path) -> Iterator[str]:
@@ -184,6 +193,9 @@ def first_visible_byte(path: Path) -> bytes:
             return piece.lstrip()[:1]
     except _BROKEN_GZIP as error:
         raise _broken_gzip(f"{path.name}:1", error) from error
+
+
+# --- Rows of JSON
 
 
 def jsonl_rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[RawRow]:
@@ -305,6 +317,9 @@ def repeated(names: Iterable[str]) -> str:
             return name
         seen.add(name)
     return ""
+
+
+# --- Errors, and how a file is opened
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """A source of data: a path, read as rows to train on, as a judged set, or document by document.
 
-`DataSource(path, role, keys)` opens nothing. Its methods read, each more than the one before:
+`DataSource(path, role, keys)` opens nothing. Its methods read:
 
 - `refuse_missing` opens the files, and `peek` checks their first rows: in milliseconds, before torch is imported.
 - `documents` reads a corpus document by document (documents.py).
 - `judged` reads queries, documents and judgements (judged.py).
 - `records` reads all rows, checks every value and collects the valid rows in an Arrow table (row_loader.py).
 
-What a path names is its `kind`. Rows of files and of the hub have columns of any name; all other kinds fix their own.
+What a path names is its `kind`. Rows of files and of the hub have columns of any name, and so have dictionaries that
+the code of a built-in set yields; all other kinds fix their own.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class DataSource:
             - `NAME:FOLDER`, a published set as it is published (presets.py)
             - a hub id `owner/name[:config]`
         role: What the data are for; chooses the split where there are several.
-        keys: Of these, columns, labels, pictures and invalid rows are read; None takes the defaults.
+        keys: The data keys, of which those on columns, labels, pictures and invalid rows matter here; None takes the
+            defaults.
         split: The split to read instead of the role's.
         loss: What the training loss needs. Rows of other roles may lack it.
         user_names: What the user calls path and split, for errors, such as ("--data", "--split"); None takes the
@@ -206,14 +208,15 @@ class DataSource:
         if not self.files:
             has_pictures = self.kind == "published" or (self.kind == "builtin" and holds_pictures(self._builtin_name))
             return self.new_resolver().summary(), frozenset({"image"} if has_pictures else ())
+        first = self.files[0]
+        is_only_file = len(self.files) == 1
         checker = SourceChecker(self)
         modalities: set[Modality] = set()
-        for line, row in islice(checker.open_file(self.files[0]), FIRST_ROWS):
+        for line, row in islice(checker.open_file(first), FIRST_ROWS):
             fields = checker.check_row(line, row)
             if fields is not None:
                 modalities.update(map(modality_of, (fields.query, *fields.positives, *fields.negatives)))
-        is_only_file = len(self.files) == 1
-        checker.judge_first_rows(self.path if is_only_file else str(self.files[0]), is_only_file=is_only_file)
+        checker.judge_first_rows(self.path if is_only_file else str(first), is_only_file=is_only_file)
         return checker.resolver.summary(), frozenset(modalities)
 
     def raw_rows(self, count: int) -> list[dict[str, object]]:
@@ -259,7 +262,9 @@ class DataSource:
             return self.preset.retrieval(self, ProblemLog())
         if self.kind == "builtin":
             return load_builtin_retrieval(self._builtin_name, self._builtin_split)
-        return self._read_beir(self.images(self._local)).data if self.kind == "beir" else None
+        if self.kind == "beir":
+            return self._read_beir(self.images(self._local)).data
+        return None
 
     def documents(
         self, *, id_column: str | None = None, text_column: str | None = None, image_column: str | None = None
@@ -274,7 +279,8 @@ class DataSource:
         Raises:
             DataError: There is no such source.
         """
-        # Columns and labels of training rows mean nothing here: of the keys, those of pictures count.
+        # A corpus has no columns or labels of training rows, and its split is that of "test", whatever this source's
+        # role and split are: of the keys, only those of pictures count.
         keys = DataKeys(image_root=self.keys.image_root, max_image_pixels=self.keys.max_image_pixels)
         source = DataSource(self.path, "test", keys)
         return Corpus(source, id_column=id_column, text_column=text_column, image_column=image_column)
@@ -329,7 +335,7 @@ class DataSource:
                 return self._load_builtin(problems)
             case "beir":
                 return self._load_beir(problems)
-            case _:
+            case _:  # "rows" without local files
                 return self._load_hub(problems)
 
     def _load_builtin(self, problems: ProblemLog | None) -> LoadedRecords:

@@ -17,7 +17,7 @@ from vembed.data.formats import JSONL, format_of, iter_rows
 from vembed.data.lines import Unreadable, jsonl_rows, line_blocks, rows_alike
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
-from vembed.data.text_tables import table_form
+from vembed.data.text_tables import table_form, table_rows
 from vembed.errors import DataError
 from vembed.text import plural
 
@@ -82,7 +82,7 @@ class SourceChecker:
         if form is not None and (words := form.unusual(file)):
             self.resolver.note_table(words)
         self.begin_file(file.name, images, cells_are_text=form is not None)
-        return iter_rows(file, self.wanted, form)
+        return iter_rows(file, self.wanted) if form is None else table_rows(file, form)
 
     def begin_file(self, name: str, images: ImageRoot, *, cells_are_text: bool = False) -> None:
         """Begin the rows of a file, or of a set that has no files.
@@ -127,13 +127,13 @@ class SourceChecker:
         """Add an invalid row to the log."""
         reason = fault.reason
         if fault.missing:
-            missing = self._missing.setdefault(fault.column, _Missing(where, fault.reason))
-            missing.count += 1
+            needed = fault.reason  # of a missing column it says why the loss needs it
+            self._missing.setdefault(fault.column, _Missing(where, needed)).count += 1
             # `resolver.missing` searches for similar names, which is too slow for every row: the log takes the words of
             # the first row without the column, and counts the others. If all rows lack it, `_check_missing` says so.
             reason = ""
             if self.log.lists_missing(fault.column):
-                reason = "; ".join(filter(None, (self.resolver.missing(fault.column, row), fault.reason)))
+                reason = "; ".join(filter(None, (self.resolver.missing(fault.column, row), needed)))
         self.log.add(where, reason, column=fault.column, may_drop=not fault.escapes)
 
     def judge_first_rows(self, name: str, *, is_only_file: bool) -> None:
@@ -176,7 +176,8 @@ class SourceChecker:
         """Refuse rows that all lack a column which every row needs."""
         for column, missing in self._missing.items():
             if missing.count == self.num_rows:
-                where, needed = (f"{missing.first}: ", f"; {missing.needed}") if missing.needed else ("", "")
+                where = f"{missing.first}: " if missing.needed else ""
+                needed = f"; {missing.needed}" if missing.needed else ""
                 reason = self.resolver.missing(column, self.resolver.seen)
                 header = "; the first line of a CSV or TSV file names its columns" if self._is_table else ""
                 raise DataError(f"{where}no row of {name} has a column {column!r}: {reason}{needed}{header}")
@@ -219,17 +220,17 @@ class RowLoader:
         checker.begin_file(file.name, self._source.images(file.parent))
         defaults = {column.name: column.typed(column.default) for column in self._source.extra_columns}
         for block in line_blocks(file):
-            # Three paths, each slower and more careful than the one before: a block of texts at once (no Python per
-            # row), a block of rows that are alike (parsed at once, checked one by one), and line by line.
+            # Three paths, from the slowest to the fastest.
             rows = rows_alike(block)
             if rows is None:
-                self.add_rows(jsonl_rows(block.numbered()))
+                self.add_rows(jsonl_rows(block.numbered()))  # line by line: words every error
                 continue
             shape = checker.resolver.shape(tuple(rows[0]), where=f"{file.name}:{block.first}")
             texts = block_of_texts(rows, shape)
             if texts is None:
-                self.add_rows(enumerate(rows, block.first))
+                self.add_rows(enumerate(rows, block.first))  # parsed at once, checked one by one
                 continue
+            # Checked at once, without Python for each row.
             checker.count_checked(len(rows))  # `block_of_texts` found no fault in any
             if not checker.log.refused:
                 self._writer.add_texts(texts, defaults, file=file.name, first=block.first)
@@ -244,14 +245,13 @@ class RowLoader:
         fields = self.checker.check_row(line, row)
         # Once the source is refused, the other rows are read for their problems only.
         if fields is not None and not self.checker.log.refused:
-            query, positives, negatives, label, scores, numbers = fields
             self._writer.add(
-                query,
-                positives=positives,
-                negatives=negatives,
-                label=label,
-                scores=scores,
-                columns=numbers,
+                fields.query,
+                positives=fields.positives,
+                negatives=fields.negatives,
+                label=fields.label,
+                scores=fields.scores,
+                columns=fields.columns,
                 file=self.checker.file,
                 line=line,
             )

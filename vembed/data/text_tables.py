@@ -9,7 +9,6 @@ into one, they are characters like others.
 from __future__ import annotations
 
 import csv
-from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +32,9 @@ SAMPLE_LINES, SAMPLE_BYTES = 1000, 2**20
 """Most lines, and most bytes of them, in which the delimiter is sought."""
 
 
+# --- Which delimiter, and whether quotes are characters
+
+
 class TableForm(NamedTuple):
     """Delimiter of a table, and whether its cells may stand in quotes."""
 
@@ -41,6 +43,9 @@ class TableForm(NamedTuple):
 
     def reader(self, texts: Iterator[str]) -> Any:
         """Return a csv reader, which refuses a quote that is never closed instead of reading on to the end."""
+        # The csv module's own limit, 128 KiB a cell, is one for the whole process. It is raised and never put back, as
+        # another table may be open. `_TableLines` refuses a row that is too long.
+        csv.field_size_limit(max(csv.field_size_limit(), lines.MAX_LINE_BYTES))
         if self.has_quotes:
             return csv.reader(texts, delimiter=self.delimiter, strict=True)
         return csv.reader(texts, delimiter=self.delimiter, quoting=csv.QUOTE_NONE)
@@ -65,13 +70,8 @@ def table_form(path: Path) -> TableForm:
     expected = _suffix_delimiter(path)
     fitting = [candidate for candidate in DELIMITERS if _splits_evenly(sample, candidate, is_whole=is_whole)]
     if expected is not None and not fitting and any('"' in line for line in sample):
-        # One bad quote breaks the cells of all that follows. Then a delimiter counts that is as often in most lines as
-        # in the header, whatever the quotes.
-        filled = [line for line in sample if line.strip("\r\n")]
-        for delimiter in DELIMITERS:
-            per_line = [line.count(delimiter) for line in filled]
-            if per_line[0] > 0 and per_line.count(per_line[0]) > len(per_line) / 2:
-                fitting.append(delimiter)
+        # One bad quote breaks the cells of all that follows: count the delimiters, whatever the quotes.
+        fitting = [candidate for candidate in DELIMITERS if _splits_most_lines(sample, candidate)]
     if expected is not None and (expected in fitting or not fitting):
         delimiter = expected  # where none fits, too: each row will say how many cells it lacks
     elif len(fitting) > 1:
@@ -86,7 +86,8 @@ def table_form(path: Path) -> TableForm:
             f"{path}: unknown kind of file: a .txt file holds rows where tabs, semicolons, commas or pipes split every "
             "line into as many cells as the header; save other data as .jsonl, .csv or .parquet"
         )
-    return TableForm(delimiter, not (delimiter == "\t" and _quotes_are_characters(path)))
+    quotes_are_characters = delimiter == "\t" and _quotes_are_characters(path)
+    return TableForm(delimiter, has_quotes=not quotes_are_characters)
 
 
 def _first_lines(path: Path) -> tuple[list[str], bool]:
@@ -101,6 +102,66 @@ def _first_lines(path: Path) -> tuple[list[str], bool]:
     return sample, True
 
 
+def _suffix_delimiter(path: Path) -> str | None:
+    """Return the delimiter that a file's suffix, without .gz, stands for."""
+    return SUFFIX_DELIMITERS.get(PurePath(path.name.lower().removesuffix(".gz")).suffix)
+
+
+def _splits_evenly(sample: Sequence[str], delimiter: str, *, is_whole: bool) -> bool:
+    """Return whether a delimiter splits every line into as many cells, and more than one; tabs also without quotes."""
+    if delimiter not in (sample[0] if sample else ""):
+        return False
+    if delimiter == "\t" and len({line.count(delimiter) for line in sample if line.strip("\r\n")}) == 1:
+        return True
+    widths: set[int] = set()
+    reader = TableForm(delimiter).reader(iter(sample))
+    try:
+        for cells in reader:
+            if not _is_blank(cells):
+                widths.add(len(cells))
+    except csv.Error:
+        if is_whole or reader.line_num < len(sample):  # else a row that continues after the sample
+            return False
+    return len(widths) == 1 and widths != {1}
+
+
+def _splits_most_lines(sample: Sequence[str], delimiter: str) -> bool:
+    """Return whether a delimiter is in the header, and as often in more than half of the lines; quotes don't count."""
+    counts = [line.count(delimiter) for line in sample if line.strip("\r\n")]
+    return counts[0] > 0 and counts.count(counts[0]) > len(counts) / 2
+
+
+def _quotes_are_characters(path: Path) -> bool:
+    """Return whether quotes of a table with tabs are characters: read as quotes, they would break rows or join them."""
+    # Two passes over the whole file, the second only where a cell begins with a quote: a quote in row 900,000 decides
+    # as well, and a wrong guess would join the rows up to the next quote without a word.
+    width, has_quoted_cell = 0, False
+    for _, line in numbered_lines(path):
+        if line.strip(b"\r\n"):
+            num_cells = line.count(b"\t") + 1
+            width = width or num_cells
+            has_quoted_cell = has_quoted_cell or line.startswith(b'"') or b'\t"' in line
+            if num_cells != width:
+                return False  # only quotes explain why lines differ
+    if not has_quoted_cell:
+        return False
+    source = _TableLines(path, "\t")
+    reader = TableForm("\t").reader(source)
+    try:
+        while True:
+            source.begin_row()
+            cells = next(reader)
+            if not _is_blank(cells) and (len(cells) != width or source.looks_like_joined_rows(width)):
+                return True
+    except StopIteration:
+        return False
+    except (csv.Error, DataError):  # a row of all lines up to the next quote, which is too far
+        return True
+
+
+# --- Rows
+
+
 def table_rows(path: Path, form: TableForm | None = None) -> Iterator[RawRow]:
     """Yield (the line that a row begins on, its columns or why it can't be read).
 
@@ -112,39 +173,42 @@ def table_rows(path: Path, form: TableForm | None = None) -> Iterator[RawRow]:
         MachineError: The system refuses to read it, or it is no regular file.
     """
     form = form or table_form(path)
-    with _cell_limit(lines.MAX_LINE_BYTES):
-        source = _TableLines(path, form.delimiter)
-        reader = form.reader(source)
-        header: list[str] | None = None
-        while True:
-            begin = source.begin_row()
-            try:
-                cells = next(reader)
-            except StopIteration:
-                break
-            except csv.Error as error:
-                where = f"{path.name}:{begin}"
-                if source.ended:  # inside quotes
-                    raise DataError(f"{where}: bad quoting: the quote that opens here is never closed") from error
-                reason = f"{error} (a quote inside a quoted cell is written twice)"
-                if "new-line character" in str(error):
-                    reason = "a line ends with \\r alone; save the file so that lines end with \\n"
-                if header is None:
-                    raise DataError(f"{where}: bad header: {reason}") from error
-                yield begin, Unreadable(f"bad quoting or cells: {reason}")
-                continue
-            if _is_blank(cells):
-                continue
+    source = _TableLines(path, form.delimiter)
+    reader = form.reader(source)
+    header: list[str] | None = None
+    while True:
+        begin = source.begin_row()
+        try:
+            cells = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            where = f"{path.name}:{begin}"
+            if source.ended:  # inside quotes
+                raise DataError(f"{where}: bad quoting: the quote that opens here is never closed") from error
             if header is None:
-                header = _header(cells, where=f"{path.name}:{begin}")
-            elif source.looks_like_joined_rows(len(header)):
-                below = plural(source.num_lines - 1, "line")
-                reason = f"bad quoting: a quote opens here and closes {below} below; each line is a row by itself"
-                yield begin, Unreadable(reason)
-            elif len(cells) != len(header):
-                yield begin, Unreadable(f"{len(cells)} cells for {len(header)} columns")
-            else:
-                yield begin, dict(zip(header, cells, strict=True))
+                raise DataError(f"{where}: bad header: {_cells_fault(error)}") from error
+            yield begin, Unreadable(f"bad quoting or cells: {_cells_fault(error)}")
+            continue
+        if _is_blank(cells):
+            continue
+        if header is None:
+            header = _header(cells, where=f"{path.name}:{begin}")
+        elif source.looks_like_joined_rows(len(header)):
+            below = plural(source.num_lines - 1, "line")
+            reason = f"bad quoting: a quote opens here and closes {below} below; each line is a row by itself"
+            yield begin, Unreadable(reason)
+        elif len(cells) != len(header):
+            yield begin, Unreadable(f"{len(cells)} cells for {len(header)} columns")
+        else:
+            yield begin, dict(zip(header, cells, strict=True))
+
+
+def _cells_fault(error: csv.Error) -> str:
+    """Return what is wrong with a row, and how to write it."""
+    if "new-line character" in str(error):
+        return "a line ends with \\r alone; save the file so that lines end with \\n"
+    return f"{error} (a quote inside a quoted cell is written twice)"
 
 
 def _header(cells: list[str], *, where: str) -> list[str]:
@@ -197,69 +261,6 @@ class _TableLines:
         return line.decode(errors="surrogateescape")
 
 
-def _splits_evenly(sample: Sequence[str], delimiter: str, *, is_whole: bool) -> bool:
-    """Return whether a delimiter splits every line into as many cells, and more than one; tabs also without quotes."""
-    if delimiter not in (sample[0] if sample else ""):
-        return False
-    if delimiter == "\t" and len({line.count(delimiter) for line in sample if line.strip("\r\n")}) == 1:
-        return True
-    widths: set[int] = set()
-    with _cell_limit(SAMPLE_BYTES):
-        reader = TableForm(delimiter).reader(iter(sample))
-        try:
-            for cells in reader:
-                if not _is_blank(cells):
-                    widths.add(len(cells))
-        except csv.Error:
-            if is_whole or reader.line_num < len(sample):  # else a row that continues after the sample
-                return False
-    return len(widths) == 1 and widths != {1}
-
-
-def _quotes_are_characters(path: Path) -> bool:
-    """Return whether quotes of a table with tabs are characters: read as quotes, they would break rows or join them."""
-    # Two passes over the whole file, the second only where a cell begins with a quote: a quote in row 900,000 decides
-    # as well, and a wrong guess would join the rows up to the next quote without a word.
-    width, has_quoted_cell = 0, False
-    for _, line in numbered_lines(path):
-        if line.strip(b"\r\n"):
-            num_cells = line.count(b"\t") + 1
-            width = width or num_cells
-            has_quoted_cell = has_quoted_cell or line.startswith(b'"') or b'\t"' in line
-            if num_cells != width:
-                return False  # only quotes explain why lines differ
-    if not has_quoted_cell:
-        return False
-    source = _TableLines(path, "\t")
-    reader = TableForm("\t").reader(source)
-    with _cell_limit(lines.MAX_LINE_BYTES):
-        try:
-            while True:
-                source.begin_row()
-                cells = next(reader)
-                if not _is_blank(cells) and (len(cells) != width or source.looks_like_joined_rows(width)):
-                    return True
-        except StopIteration:
-            return False
-        except (csv.Error, DataError):  # a row of all lines up to the next quote, which is too far
-            return True
-
-
 def _is_blank(cells: list[str]) -> bool:
     """Return whether a csv reader got the cells from a blank line."""
     return not cells or cells == [""]
-
-
-def _suffix_delimiter(path: Path) -> str | None:
-    """Return the delimiter that a file's suffix, without .gz, stands for."""
-    return SUFFIX_DELIMITERS.get(PurePath(path.name.lower().removesuffix(".gz")).suffix)
-
-
-@contextmanager
-def _cell_limit(limit: int) -> Iterator[None]:
-    """Raise the csv module's process-wide limit of 128 KiB a cell, and put it back."""
-    before = csv.field_size_limit(limit)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)

@@ -9,6 +9,10 @@ join the in-batch negatives of every query. Document to query is the same over t
 some query's positive; bidirectional training averages both. `supcon` gives each positive of a query a loss of its own
 and averages them.
 
+Two options weigh what is hard. `hardness` multiplies exp(s S_ij) of a query's negatives by exp(strength S_ij), from
+query to document alone. `focal_gamma` multiplies each loss by (1 - exp(-L_i))^focal_gamma, in both directions. Neither
+factor is differentiated.
+
 The loss of a batch is the mean over its queries, by the weights of their rows. With Matryoshka prefixes (embeddings cut
 to several lengths) it is the weighted sum of the losses of the prefixes.
 
@@ -19,7 +23,7 @@ two together, in value and gradient.
 Source: van den Oord et al., 2018, "Representation Learning with Contrastive Predictive Coding"; the two directions as
 in Radford et al., 2021 (CLIP); a sum over positives inside the logarithm as in Miech et al., 2020 (MIL-NCE); each
 positive by itself as in Khosla et al., 2020, "Supervised Contrastive Learning".
-Shape legend: Q queries and D documents of all ranks, R x C that matrix or its transpose, N its rows with a positive.
+Shape legend: Q queries and D documents of all ranks, R x C that matrix or its transpose, M its rows with a positive.
 In the methods that streamed.py calls, Q are the queries of this rank, and K is the number of prefixes.
 """
 
@@ -48,15 +52,37 @@ if TYPE_CHECKING:
     from vembed.losses.tiles import SimilarityTiles
 
 
+class Hardness(NamedTuple):
+    """Makes some of a query's negatives count more, the more similar they are.
+
+    Each gets the factor exp(strength S), which isn't differentiated.
+    """
+
+    mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"]  # hard negatives: of the query's own row
+    strength: float
+
+    def added_logits(self, similarity_QD: Tensor, positive_QD: Tensor, structure: BatchStructure) -> Tensor:
+        """Return strength x S on the negatives that the mode names, else 0, (Q, D), without gradient."""
+        own_negatives_QD = own_negatives_mask(structure)
+        is_weighed_QD = {
+            "in_batch_negatives": ~own_negatives_QD,
+            "hard_negatives": own_negatives_QD,
+            "all_negatives": torch.ones_like(own_negatives_QD),
+        }[self.mode]
+        return self.strength * similarity_QD.detach() * (is_weighed_QD & ~positive_QD)
+
+
 class SoftmaxLoss(CellLoss):
-    """InfoNCE over similarities of any kind, with a fixed or learned temperature.
+    """InfoNCE of a matrix of similarities, whoever makes it: `InfoNCE` by inner products, `ColbertLoss` by MaxSim.
 
     Args:
+        temperature: 1 / logit scale; where it is learned, its first value.
         learn_temperature: Whether the logit scale is a parameter, kept within [1, 100].
         bidirectional: Whether the loss of document to query counts as much as that of query to document.
-        dtype: Type of the learned logit scale.
-        hardness: Negatives that count more, the more similar they are.
-        focal_gamma: Exponent of the negatives' share of a query, by which its loss is weighed.
+        dtype: Type of the logit scale, which has at least float32.
+        hardness: Which negatives count more, the more similar they are; None: none.
+        focal_gamma: Exponent of the negatives' share of a line, by which its loss is weighed; 0 weighs all alike.
+        options: Those of `StreamedLoss`.
     """
 
     positives_apart: ClassVar[bool] = False
@@ -75,7 +101,7 @@ class SoftmaxLoss(CellLoss):
     ) -> None:
         super().__init__(**options)
         assert not (self.positives_apart and focal_gamma), (
-            "focal_gamma with positives_apart: the streamed loss would compute another function than the definition"
+            "focal_gamma weighs one loss for each line, and positives_apart has several"
         )
         log_scale = torch.tensor(math.log(1.0 / temperature), dtype=torch.promote_types(dtype, torch.float32))
         self.log_scale: Tensor
@@ -118,16 +144,16 @@ class SoftmaxLoss(CellLoss):
         (1 - exp(-loss))^focal_gamma. Rows without positives add 0.
         """
         has_positive_R = positive_RC.any(dim=1)
-        logits_NC, positive_NC = logits_RC[has_positive_R], positive_RC[has_positive_R]
+        logits_MC, positive_MC = logits_RC[has_positive_R], positive_RC[has_positive_R]
         if self.positives_apart:
-            of_positives_N = logits_NC.masked_fill(~positive_NC, 0.0).sum(dim=1) / positive_NC.sum(dim=1)
+            of_positives_M = logits_MC.masked_fill(~positive_MC, 0.0).sum(dim=1) / positive_MC.sum(dim=1)
         else:
-            of_positives_N = logits_NC.masked_fill(~positive_NC, -math.inf).logsumexp(dim=1)
-        losses_N = logits_NC.logsumexp(dim=1) - of_positives_N
+            of_positives_M = logits_MC.masked_fill(~positive_MC, -math.inf).logsumexp(dim=1)
+        losses_M = logits_MC.logsumexp(dim=1) - of_positives_M
         if self.focal_gamma:
             # 1 - exp(-loss) = the negatives' share of the softmax, exact for tiny losses.
-            losses_N = losses_N * (-torch.expm1(-losses_N.detach())).pow(self.focal_gamma)
-        return (losses_N * shares_R[has_positive_R].to(losses_N.dtype)).sum()
+            losses_M = losses_M * (-torch.expm1(-losses_M.detach())).pow(self.focal_gamma)
+        return (losses_M * shares_R[has_positive_R].to(losses_M.dtype)).sum()
 
     @torch.no_grad()
     @override
@@ -147,7 +173,7 @@ class SoftmaxLoss(CellLoss):
     @property
     @override
     def needs_statistics(self) -> bool:
-        """Columns need the sums of all ranks' queries, rows only those of their block."""
+        """True where columns count: they need the sums of all ranks' queries, rows only those of their block."""
         return self.bidirectional
 
     @override
@@ -158,14 +184,14 @@ class SoftmaxLoss(CellLoss):
     @override
     def statistics_to_merge(self, sweep: SoftmaxSweep) -> Statistics:
         """Return the sums over each document's negatives and over its positives, (2, K, D)."""
-        assert sweep.column_sums is not None
+        assert sweep.column_sums is not None  # asked for only with both directions
         cell_map = sweep.tiles.cell_map
         positives = LogSumExp.scattered(sweep.positives_KP, cell_map.pair_columns, cell_map.num_columns)
         return Statistics(sweep, LogSumExp.stack([sweep.column_sums.without_idle_maxima(), positives]))
 
     @override
     def parameter_gradients(self, sweep: Sweep, scale_gradient: Tensor) -> dict[str, Tensor]:
-        """Return the gradient of the log scale, which a fixed temperature has no use for."""
+        """Return the gradient of the log scale; the engine takes it only where that is a parameter."""
         return {"log_scale": scale_gradient.to(self.log_scale.dtype)}
 
     @override
@@ -188,7 +214,7 @@ class SoftmaxLoss(CellLoss):
 
 
 def softmax_options(keys: SoftmaxKeys, common: LossCommon) -> dict[str, Any]:
-    """Return the arguments of InfoNCE over any negatives from the keys of a run."""
+    """Return the arguments that InfoNCE, SupCon and InBatchHard share, from the keys of a run."""
     return {
         "temperature": keys.temperature,
         "learn_temperature": keys.learn_temperature,
@@ -229,23 +255,3 @@ class SupCon(InfoNCE):
     def from_keys(cls, keys: SoftmaxKeys, common: LossCommon) -> Self:
         """Make the loss of a run."""
         return cls(**softmax_options(keys, common))
-
-
-class Hardness(NamedTuple):
-    """Makes some of a query's negatives count more, the more similar they are.
-
-    Each gets the factor exp(strength S), which isn't differentiated.
-    """
-
-    mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"]  # hard negatives: of the query's own row
-    strength: float
-
-    def added_logits(self, similarity_QD: Tensor, positive_QD: Tensor, structure: BatchStructure) -> Tensor:
-        """Return strength x S on the negatives that the mode names, else 0, (Q, D), without gradient."""
-        own_negatives_QD = own_negatives_mask(structure)
-        is_weighed_QD = {
-            "in_batch_negatives": ~own_negatives_QD,
-            "hard_negatives": own_negatives_QD,
-            "all_negatives": torch.ones_like(own_negatives_QD),
-        }[self.mode]
-        return self.strength * similarity_QD.detach() * (is_weighed_QD & ~positive_QD)

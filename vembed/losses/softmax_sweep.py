@@ -160,32 +160,36 @@ class InfoNCESweep(SoftmaxSweep):
     def complete(self, rows: slice, merged: Statistics | None = None) -> None:
         """Turn the sums of some rows, and those of all columns, into loss, shifts and the slopes of the positives."""
         self._complete_rows(rows)
-        if merged is not None and merged.columns is not None:
+        if self.column_sums is not None:  # both directions
+            assert merged is not None
+            assert merged.columns is not None
             self._complete_columns(merged.columns)
 
     def _complete_rows(self, rows: slice) -> None:
         pairs = self.tiles.cell_map.pairs_of(rows)
         logits_KP, rows_P = self.positives_KP[:, pairs], self.tiles.cell_map.pair_rows[pairs] - rows.start
         terms = self._terms(
-            self.row_sums[:, rows],
-            LogSumExp.scattered(logits_KP, rows_P, rows.stop - rows.start),  # a rank has all pairs of its rows
-            logits_KP,
-            rows_P,
-            self.row_weights_KQ[:, rows],
-            None if self.positive_counts_Q is None else self.positive_counts_Q[rows],
+            negatives=self.row_sums[:, rows],
+            # A rank has all pairs of its rows: nothing to merge.
+            positives=LogSumExp.scattered(logits_KP, rows_P, rows.stop - rows.start),
+            logits_KP=logits_KP,
+            lines_P=rows_P,
+            weights_KL=self.row_weights_KQ[:, rows],
+            positive_counts_L=None if self.positive_counts_Q is None else self.positive_counts_Q[rows],
         )
         self.loss += terms.line_loss + terms.pair_loss
         self.row_shifts_KQ[:, rows] = terms.shifts_KL
         self.pair_slopes_KP[:, pairs] = terms.pair_slopes_KP
 
     def _complete_columns(self, sums: LogSumExp) -> None:
+        negatives, positives = sums[0], sums[1]  # as `statistics_to_merge` stacks them
         terms = self._terms(
-            sums[0],  # negatives and positives, as `statistics_to_merge` stacks them
-            sums[1],
-            self.positives_KP,
-            self.tiles.cell_map.pair_columns,
-            self.column_weights_KD,
-            self.positive_counts_D,
+            negatives=negatives,
+            positives=positives,
+            logits_KP=self.positives_KP,
+            lines_P=self.tiles.cell_map.pair_columns,
+            weights_KL=self.column_weights_KD,
+            positive_counts_L=self.positive_counts_D,
         )
         # `line_loss` is equal on every rank: each adds its share. Pairs are this rank's own.
         self.loss += terms.line_loss * self.rank_share + terms.pair_loss
@@ -194,6 +198,7 @@ class InfoNCESweep(SoftmaxSweep):
 
     def _terms(
         self,
+        *,
         negatives: LogSumExp,
         positives: LogSumExp,
         logits_KP: Tensor,
@@ -201,6 +206,7 @@ class InfoNCESweep(SoftmaxSweep):
         weights_KL: Tensor,
         positive_counts_L: Tensor | None,
     ) -> LineTerms:
+        """Return the terms of some lines, by the formula for summed or for single positives."""
         n_KL, p_KL = negatives.value(), positives.value()
         if positive_counts_L is None:
             return terms_of_summed_positives(n_KL, p_KL, logits_KP, lines_P, weights_KL, self.focal_gamma)

@@ -79,37 +79,39 @@ class TrainingLoop:
                 baseline = run.evaluations.baseline()
             # Due at step 0 of a fresh run, whose model is never the best; also where a resumed run was stopped in the
             # middle of an evaluation, which is then done again.
-            if self.evaluate_if_due():
-                self.save(best=True)
-            self.raise_callback_failure()
+            if self._evaluate_if_due():
+                self._save(best=True)
+            self._raise_callback_failure()
 
-            why_stopped = self.why_stopped()  # a resumed run may have been stopped before
+            stop_reason = self._stop_reason()  # a resumed run may have been stopped before
             shows_bar = run.ranks.is_first and sys.stderr.isatty()
             bar = tqdm(initial=state.step, total=total, unit="step", disable=not shows_bar)
             with bar, self._heartbeat.watching():
-                while state.step < total and not why_stopped:
+                while state.step < total and not stop_reason:
                     with self._heartbeat.step(state.step + 1):
                         row = self.train_step(state.step)
                     run.clock.add_step(row["step_seconds"])
                     self.log(row)
                     # In this order: callbacks may set the learning rate that the checkpoint keeps; the evaluation tells
                     # whether it is the best; a signal ends the run when all of the step is safe.
-                    self.notify(StepEvent(state.step, total, row["loss"], row["learning_rate"], row))
-                    is_best = self.evaluate_if_due()
-                    why_stopped = self.why_stopped()
-                    if self.save_is_due() or is_best:
-                        self.save(best=is_best, is_last=bool(why_stopped) or state.step == total)
-                    self.raise_callback_failure()
+                    self._notify(StepEvent(state.step, total, row["loss"], row["learning_rate"], row))
+                    is_best = self._evaluate_if_due()
+                    stop_reason = self._stop_reason()
+                    if self._save_is_due() or is_best:
+                        self._save(best=is_best, is_last=bool(stop_reason) or state.step == total)
+                    self._raise_callback_failure()
                     run.stop.poll()  # raises PreemptedError on all ranks once any of them got a signal
                     bar.update()
-            if why_stopped and state.step < total:
-                _log.info("%s", why_stopped)
+            if stop_reason and state.step < total:
+                _log.info("%s", stop_reason)
         except PreemptedError:
-            self.save(best=False)
+            # Also where this step was saved: a whole checkpoint is left as it is, one that the disk refused is tried
+            # again.
+            self._save(best=False)
             raise
         if self._last_save_step != state.step:  # whatever save_strategy says, the last step has a checkpoint
-            self.save(best=False, is_last=True)
-        self.raise_callback_failure()
+            self._save(best=False, is_last=True)
+        self._raise_callback_failure()
         return baseline
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -136,7 +138,7 @@ class TrainingLoop:
                 batch.structure,
                 assignment=batch.assignment,
                 gradient_scale=gradient_scale,
-                continues=number > batch_numbers[0],
+                continues=number > batch_numbers[0],  # for repairs alone: one for each optimizer step
             )
             if result.num_repairs:  # memory ran out: a resumed run must begin with these limits
                 state.step_limits = engine.limits
@@ -147,9 +149,8 @@ class TrainingLoop:
         with engine.stopwatch.part("update"):
             grad_norm = optimizer.clip_gradients()
 
-        # 4. Accept or reject, on all ranks alike. A float16 overflow is no fault of the run: a smaller scale cures it.
-        # The rate that a callback has set stands in for the schedule's, in a resumed run too.
-        learning_rate = optimizer.schedule.learning_rate(step) if state.learning_rate is None else state.learning_rate
+        # 4. Accept or reject, on all ranks alike: loss and norm are sums over all ranks, the same numbers on each. A
+        # float16 overflow is no fault of the run: a smaller scale cures it.
         temperature = engine.loss.temperature  # before the update: the one that this loss was computed with
         if math.isfinite(totals.loss) and optimizer.scale.overflowed(grad_norm):
             _log.info("step %d: float16 overflow at scale %g; skipped", step + 1, optimizer.scale.value)
@@ -165,10 +166,13 @@ class TrainingLoop:
             )
 
         # 5. Step. Rejected gradients are dropped; the weights stay as they were.
+        # The rate that a callback has set stands in for the schedule's, in a resumed run too.
+        learning_rate = optimizer.schedule.learning_rate(step) if state.learning_rate is None else state.learning_rate
         if accepted:
             with engine.stopwatch.part("update"):
                 optimizer.step(learning_rate)
         optimizer.zero_grad()
+        # Every norm that isn't finite counts here, also one at the least scale, which the guard has judged.
         optimizer.scale.update(overflowed=not math.isfinite(grad_norm))
 
         # 6. Count.
@@ -190,8 +194,7 @@ class TrainingLoop:
         run = self.run
         parts = run.engine.stopwatch.read()
         times = seconds_of_parts(parts, step_seconds=seconds, data_seconds=totals.data_seconds, alone=run.ranks.is_one)
-        loss = _weighted_mean(totals.rank_losses, totals.num_queries)
-        self._meter.add(times, tokens=totals.rank_tokens, loss=loss)
+        self._meter.add(times, tokens=totals.rank_tokens, loss=totals.rank_loss)
         row = {
             "epoch": epoch,
             "loss": totals.loss,
@@ -199,7 +202,7 @@ class TrainingLoop:
             "samples_per_second": sum(totals.num_queries) / seconds,
             "tokens_per_second": totals.tokens / seconds,
             "peak_memory_bytes": peak_memory_bytes(run.device),
-            "padding_ratio": totals.padded_tokens / max(1, totals.tokens),
+            "padding_ratio": totals.padded_tokens / max(1, totals.tokens),  # 1.0 without padding
             "replay_drift": totals.replay_drift,
             "num_chunks": totals.num_chunks,
             "oom_repairs": totals.num_repairs,
@@ -228,12 +231,13 @@ class TrainingLoop:
 
     def _warn_of_bad_start(self) -> None:
         """Warn, after the first steps, of a run that can't learn anything."""
+        # From the file, which also has the rows of earlier processes of this run.
         finding = diagnose_start(read_rows(self.run.output.path / "metrics.jsonl"))
         if finding is not None:
             for label, text in finding_lines(finding):
                 _log.warning("%-*s  %s", LABEL_COLUMNS, label, text)
 
-    def evaluate_if_due(self) -> bool:
+    def _evaluate_if_due(self) -> bool:
         """Evaluate on the dev set if the plan says so and it isn't done yet; return whether the model is the best."""
         run, state, every = self.run, self.state, self.run.plan.steps.eval_every
         is_due = every is not None and (state.step % every == 0 or state.step == run.plan.steps.total)
@@ -244,10 +248,10 @@ class TrainingLoop:
         self._heartbeat.reset()
         tell(run.trackers, "log_evaluation", state.step, result.metrics)
         is_best = state.record(result.metrics, result.deciding(run.config.metric_for_best_model))
-        self.notify(EvaluationEvent(state.step, result.metrics, is_best, tuple(state.evaluations)))
+        self._notify(EvaluationEvent(state.step, result.metrics, is_best, tuple(state.evaluations)))
         return is_best
 
-    def save_is_due(self) -> bool:
+    def _save_is_due(self) -> bool:
         """Return whether a checkpoint is due at the present step, by steps, epochs or the clock."""
         config, done = self.run.config, self.state.step
         if config.save_steps is not None and done % config.save_steps == 0:
@@ -259,14 +263,14 @@ class TrainingLoop:
         is_due = time.monotonic() - self._last_save_time >= 60 * config.save_minutes
         return self.run.ranks.any(is_due, self.run.device)  # the clocks of the ranks may differ
 
-    def save(self, *, best: bool, is_last: bool = False) -> None:
+    def _save(self, *, best: bool, is_last: bool = False) -> None:
         """Save a checkpoint of the present step; where the disk refuses it, training continues."""
         folder = self.run.checkpoints.save(self.state, best=best, is_last=is_last)
         if folder is not None:  # the same on all ranks
             self.run.callbacks.notify(SaveEvent(self.state.step, folder), self.run.ranks)
         self._last_save_time, self._last_save_step = time.monotonic(), self.state.step
 
-    def notify(self, event: StepEvent | EvaluationEvent) -> None:
+    def _notify(self, event: StepEvent | EvaluationEvent) -> None:
         """Tell the callbacks of an event, and keep their decisions in the state, which every checkpoint holds."""
         decision = self.run.callbacks.notify(event, self.run.ranks)
         if decision.stop is not None:
@@ -274,19 +278,19 @@ class TrainingLoop:
         if decision.learning_rate is not None:
             self.state.learning_rate = decision.learning_rate
 
-    def raise_callback_failure(self) -> None:
+    def _raise_callback_failure(self) -> None:
         """End the run where a callback failed, with a checkpoint of the present step."""
         failure = self.run.callbacks.failure
         if failure is None:
             return
         if self._last_save_step != self.state.step:
-            self.save(best=False)
+            self._save(best=False)
         failure.add_note(
             f"raised by a callback; the run is saved at step {self.state.step}, and the same call continues"
         )
         raise failure
 
-    def why_stopped(self) -> str:
+    def _stop_reason(self) -> str:
         """Return why training ends before its last step: a callback, or a dev metric that stands still. Else ""."""
         state, patience = self.state, self.run.config.early_stopping_patience
         if state.stopped is not None:
@@ -344,14 +348,14 @@ class StepTotals:
     record_ids: list[int] = field(default_factory=list)
     # Of all ranks, over the step; the first three are set by `add_ranks`:
     tokens: int = 0  # without padding
-    padded_tokens: int = 0
+    padded_tokens: int = 0  # with padding
     num_truncated: int = 0  # texts that were longer than the model takes
     num_masked: int | None = None  # (query, document) pairs masked as copies; None where the loss masks none
     replay_drift: float = 0.0  # the largest
     # Of this rank:
     rank_losses: list[float] = field(default_factory=list)  # mean over this rank's queries of each batch
     rank_tokens: int = 0
-    rank_padded_tokens: int = 0
+    rank_padded_tokens: int = 0  # with padding
     rank_truncated: int = 0
     num_chunks: int = 0  # encoder calls of pass 1
     num_repairs: int = 0  # times that a batch ran out of memory and was done again
@@ -384,6 +388,11 @@ class StepTotals:
     def loss(self) -> float:
         """Mean loss over the queries."""
         return _weighted_mean(self.losses, self.num_queries)
+
+    @property
+    def rank_loss(self) -> float:
+        """Mean loss over this rank's queries; ranks share each batch evenly, so that whole batches give the weights."""
+        return _weighted_mean(self.rank_losses, self.num_queries)
 
     @property
     def loss_by_source(self) -> dict[str, float]:

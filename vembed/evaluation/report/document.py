@@ -1,4 +1,7 @@
-"""report.json: the report of a run for programs, every number unrounded and every key in each report."""
+"""report.json: the report of a run for programs.
+
+Numbers are unrounded, and what wasn't measured is null, not left out.
+"""
 
 from __future__ import annotations
 
@@ -45,20 +48,20 @@ def run_document(
         "verdict": asdict(report.final_verdict),
         "headline": headline(report.final_verdict, report.sets),
         "caveats": list(report.caveats),
-        "sets": [_set(outcome) for outcome in report.sets],
-        "task": {**_size(report.task.name, report.final), "notes": evaluation_notes(report)},
-        "metrics": _metrics(numbers.forward),
-        "reverse": None if report.reverse is None else _reverse(report.reverse, numbers),
+        "sets": [_set_json(outcome) for outcome in report.sets],
+        "task": {**_task_size(report.task.name, report.final), "notes": report.evaluation_notes},
+        "metrics": _metrics_json(numbers.forward),
+        "reverse": None if report.reverse is None else _reverse_json(report.reverse, numbers),
         "checkpoint": {"kept_step": report.kept_step, "last_step": report.last_step},
         "queries": {
             **change_counts(numbers.gains),
             "examples": {group.kind: [example.query_id for example in group.examples] for group in numbers.groups},
         },
-        "recall_at_k": _lists(numbers.ranks.recalls_K),
-        "scores": [_scores(split) for split in numbers.ranks.splits],
+        "recall_at_k": _array_lists(numbers.ranks.recalls_K),
+        "scores": [_score_json(split) for split in numbers.ranks.splits],
         "pictures": {"shown": num_shown_pictures, "decoded": num_decoded_pictures},
         "dev_task": report.dev_task or report.task.name,
-        "curves": {curve.spec.key: _curve(curve) for curve in numbers.curves.steps},
+        "curves": {curve.spec.key: _curve_json(curve) for curve in numbers.curves.steps},
         "evaluations": [{"step": step, "metrics": dict(metrics)} for step, metrics in numbers.curves.evaluations],
         "num_step_rows": len(report.steps),
         "performance": report.performance,
@@ -73,18 +76,7 @@ def run_document(
     }
 
 
-def evaluation_notes(report: RunReport) -> list[str]:
-    """Return what was left out or cut in the evaluations, each sentence once."""
-    notes = [*report.task.notes]
-    for result in (report.baseline, report.final, report.bm25):
-        notes += result.notes if result else ()
-    if report.reverse:
-        for result in (report.reverse.baseline, report.reverse.final):
-            notes += [f"Reversed: {note}" for note in result.notes]
-    return list(dict.fromkeys(notes))  # baseline and final leave out the same queries
-
-
-def _set(outcome: SetOutcome) -> dict[str, object]:
+def _set_json(outcome: SetOutcome) -> dict[str, object]:
     """Return the outcome of one test or guard set."""
     # The verdict on the queries that weren't trained on: None where none was trained on, or no other is left.
     unseen = outcome.unseen if outcome.trained | outcome.near else None
@@ -101,11 +93,11 @@ def _set(outcome: SetOutcome) -> dict[str, object]:
     }
 
 
-def _size(name: str, result: EvaluationResult) -> dict[str, object]:
+def _task_size(name: str, result: EvaluationResult) -> dict[str, object]:
     return {"name": name, "num_queries": result.num_queries, "num_documents": result.num_documents}
 
 
-def _metrics(comparisons: Comparisons) -> dict[str, object]:
+def _metrics_json(comparisons: Comparisons) -> dict[str, object]:
     """Return the numbers of every system, null where it wasn't measured, and the differences of the two models."""
     systems: dict[str, object] = dict.fromkeys(SYSTEMS)  # a program finds every key in each report
     for key, result in comparisons.results.items():
@@ -121,26 +113,26 @@ def _metrics(comparisons: Comparisons) -> dict[str, object]:
     return {**systems, "differences": {row.name: asdict(row.verdict) for row in comparisons.rows if row.verdict}}
 
 
-def _reverse(reverse: Reverse, numbers: ReportNumbers) -> dict[str, object]:
+def _reverse_json(reverse: Reverse, numbers: ReportNumbers) -> dict[str, object]:
     """Return the numbers of the other direction, and the sum of both directions' recalls."""
     # Both are computed of every report that has a reverse.
     assert numbers.reverse is not None
     assert numbers.reverse_ranks is not None
     return {
         "direction": numbers.reverse.direction,
-        "task": _size(reverse.task.name, reverse.final),
+        "task": _task_size(reverse.task.name, reverse.final),
         "verdict": asdict(reverse.verdict),
-        "metrics": _metrics(numbers.reverse),
-        "recall_at_k": _lists(numbers.reverse_ranks.recalls_K),
+        "metrics": _metrics_json(numbers.reverse),
+        "recall_at_k": _array_lists(numbers.reverse_ranks.recalls_K),
         "rsum": {key: asdict(total) for key, total in numbers.recall_sums.items()} or None,
     }
 
 
-def _lists(arrays: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
+def _array_lists(arrays: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
     return {name: values.tolist() for name, values in arrays.items()}
 
 
-def _scores(split: ScoreSplit) -> dict[str, object]:
+def _score_json(split: ScoreSplit) -> dict[str, object]:
     return {"system": split.label, "relevant": _quartiles(split.relevant), "others": _quartiles(split.others)}
 
 
@@ -148,7 +140,7 @@ def _quartiles(scores: np.ndarray) -> dict[str, object]:
     return {"count": len(scores), "quartiles": np.quantile(scores, QUARTILES).tolist() if len(scores) else None}
 
 
-def _curve(curve: Curve) -> dict[str, object]:
+def _curve_json(curve: Curve) -> dict[str, object]:
     """Return what the words under a curve say; every point is in metrics.jsonl."""
     return {
         "first": float(curve.values_N[0]),

@@ -20,8 +20,11 @@ SUMMARY_METRICS = 3
 
 def head_blocks(report: RunReport, numbers: ReportNumbers) -> list[Block]:
     """Return the blocks before the first section."""
-    verdict, remarks = report.final_verdict, remarks_of(report, numbers)
-    comparison, decimals = verdict.comparison, verdict_decimals(verdict)
+    verdict = report.final_verdict
+    comparison = verdict.comparison
+    decimals = verdict_decimals(verdict)
+    remarks = remarks_of(report, numbers)
+    summary = [*summary_lines(report, numbers), *remarks]
     return [
         VerdictBlock(
             word=verdict.word,
@@ -44,7 +47,7 @@ def head_blocks(report: RunReport, numbers: ReportNumbers) -> list[Block]:
         ),
         Fold(
             "Summary to paste into a chat (one click selects it)",
-            [Code("\n".join(map(one_line, [*summary_lines(report, numbers), *remarks])), "Summary")],
+            [Code("\n".join(map(one_line, summary)), "Summary")],
             is_open=True,
             html_only=True,
         ),
@@ -52,11 +55,12 @@ def head_blocks(report: RunReport, numbers: ReportNumbers) -> list[Block]:
 
 
 def remarks_of(report: RunReport, numbers: ReportNumbers) -> list[str]:
-    """Return what to know beside the verdict: lost training, caveats, guard sets, the other direction."""
-    remarks = []
-    if report.dev_task and report.kept_step is not None:
-        lost = worse_than_untrained(report.evaluations, report.metric, report.kept_step)
-        remarks += [lost] if lost else []
+    """Return what to know beside the verdict: a model worse than untrained, caveats, guard sets, other direction."""
+    remarks: list[str] = []
+    if report.dev_task and report.kept_step is not None:  # a dev set of its own, whose step 0 is the untrained model
+        warning = worse_than_untrained(report.evaluations, report.metric, report.kept_step)
+        if warning:
+            remarks.append(warning)
     remarks += [f"{capitalised(caveat)}." for caveat in report.caveats]
     remarks += [f"Guard set {outcome.line}" for outcome in report.sets if outcome.role == "guard"]
     if report.reverse is not None:
@@ -82,7 +86,7 @@ def summary_lines(report: RunReport, numbers: ReportNumbers) -> list[str]:
     settings += [f"{key} {value_text(key, report.config[key])}" for key in chosen]
     return [
         f"{report.title}: {headline(report.final_verdict, report.sets)}",
-        f"On {report.task.name}{': ' if metrics else ''}{metrics}",
+        f"On {report.task.name}: {metrics}" if metrics else f"On {report.task.name}",
         ", ".join(settings),
     ]
 

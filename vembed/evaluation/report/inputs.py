@@ -47,9 +47,9 @@ class RunReport:
     environment: Mapping[str, str]  # versions, machine, cores, device
     plan: Mapping[str, object]  # `Plan.to_json`; its "reasons" are shown first
 
-    # The verdict
-    verdict: Verdict  # on `task`; queries are compared by its metric
-    overall: Verdict | None = None  # on the mean over several test sets; None where `verdict` decides
+    # The verdict: `final_verdict` is the one that is shown
+    verdict: Verdict  # on `task`, the first test set; queries are compared by its metric
+    overall: Verdict | None = None  # on the mean over all test sets; None where there is one
     sets: Sequence[SetOutcome] = ()  # test sets, that of `task` first, then guard sets
     caveats: Sequence[str] = ()  # reasons to trust the verdict less, a clause each
 
@@ -93,5 +93,17 @@ class RunReport:
 
     @property
     def final_verdict(self) -> Verdict:
-        """The verdict of the run: on the mean over all test sets where there are several, else on `task`."""
+        """The verdict of the run, not only of `task`: `overall` where there are several test sets, else `verdict`."""
         return self.overall or self.verdict
+
+    @property
+    def evaluation_notes(self) -> list[str]:
+        """Notes on what was left out or cut in the evaluations, each sentence once."""
+        notes = [*self.task.notes]
+        for result in (self.baseline, self.final, self.bm25):
+            if result is not None:
+                notes += result.notes
+        if self.reverse is not None:
+            for reversed_result in (self.reverse.baseline, self.reverse.final):
+                notes += [f"Reversed: {note}" for note in reversed_result.notes]
+        return list(dict.fromkeys(notes))  # baseline and final leave out the same queries

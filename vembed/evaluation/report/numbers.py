@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportNumbers:
-    """The numbers computed from a `RunReport`, a field for each section that shows them."""
+    """The numbers computed from a `RunReport`, in the order of the sections that show them."""
 
     forward: Comparisons  # all systems in all metrics
     reverse: Comparisons | None  # the same for the other direction; None where it isn't measured
@@ -45,13 +45,13 @@ class ReportNumbers:
             ValueError: Baseline and final are over different queries.
         """
         forward, reverse = forward_comparisons(report), reverse_comparisons(report)
-        pairs = paired_values(report.baseline, report.final, report.metric)
         groups: Sequence[Group] = ()
         if not report.task.grades:  # a set of graded pairs has no ranked documents to show
             groups = choose_examples(report.task, report.baseline, report.final, report.metric)
+        pairs = paired_values(report.baseline, report.final, report.metric)
         reverse_ranks = None
-        if report.reverse is not None:
-            reverse_ranks = build_ranks(report.reverse.task, report.reverse.baseline, report.reverse.final, None)
+        if (turned := report.reverse) is not None:
+            reverse_ranks = build_ranks(turned.task, turned.baseline, turned.final, bm25=None)
         return cls(
             forward=forward,
             reverse=reverse,

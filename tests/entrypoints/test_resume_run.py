@@ -35,6 +35,7 @@ import vembed.training.evaluations as room
 from vembed.gradcache.engine import GradCacheEngine
 from vembed.training.evaluations import Evaluations
 from vembed.training.loop import TrainingLoop
+from vembed.training.saving import RunCheckpoints, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -293,6 +294,24 @@ def test_one_sigint_is_a_preemption(site: Site, tmp_path: Path, monkeypatch: pyt
     stopped = run_here(config)
     assert stopped.code == 75
     assert steps_saved(stopped.folder)[-1] == 3
+
+
+def test_a_best_checkpoint_that_the_disk_refused_is_still_the_best_one_when_a_signal_saves_it(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, saves = RunCheckpoints.save, []
+
+    def refused_once(self: RunCheckpoints, state: RunState, *, best: bool, is_last: bool = False) -> Path | None:
+        saves.append((state.step, best))
+        if len(saves) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return None
+        return save(self, state, best=best, is_last=is_last)
+
+    monkeypatch.setattr(RunCheckpoints, "save", refused_once)
+    stopped = run_here(write_config(tmp_path, site.keys(eval_steps=2, save_steps=100)))
+    assert stopped.code == 75, stopped.err
+    assert saves == [(2, True), (2, True)]
 
 
 def signal_after_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:

@@ -101,7 +101,7 @@ def iter_rows(path: Path, wanted: Wanted = list) -> Iterator[RawRow]:
         wanted: Given the columns of a columnar file, says which to read; the default reads all.
 
     Raises:
-        DataError: The file is empty, or can't be read on.
+        DataError: The file can't be read on, or is an empty shard.
         MachineError: The operating system refuses to read it.
     """
     with os_errors_named(path):

@@ -2,10 +2,14 @@
 
 `DataSource(path, role, keys)` opens nothing. Its methods read:
 
-- `refuse_missing` opens the files, and `peek` checks their first rows: in milliseconds, before torch is imported.
+- `refuse_missing` opens the files, and `peek` checks their first rows, before torch is imported: in milliseconds, but
+  for tables with tabs, which are read whole to learn what a quote means there (text_tables.py).
 - `documents` reads a corpus document by document (documents.py).
 - `judged` reads queries, documents and judgements (judged.py).
 - `records` reads all rows, checks every value and collects the valid rows in an Arrow table (row_loader.py).
+
+The readers get the source itself. They ask it for the columns that the loss needs, the check of pictures, what resolves
+columns, the log of invalid rows, and its names for errors.
 
 What a path names is its `kind`. Rows of files and of the hub have columns of any name, and so have dictionaries that
 the code of a built-in set yields; all other kinds fix their own.
@@ -269,7 +273,7 @@ class DataSource:
     def documents(
         self, *, id_column: str | None = None, text_column: str | None = None, image_column: str | None = None
     ) -> Corpus:
-        """Return the documents of a corpus, which are read as they are iterated.
+        """Return the documents of a corpus, read as they are iterated; of several splits "test", whatever `split` says.
 
         Args:
             id_column: Column of the ids; None takes the first of the usual names that a row has.
@@ -321,16 +325,17 @@ class DataSource:
     def _load_files(self, folder: Path | None, problems: ProblemLog | None = None) -> LoadedRecords:
         """Read local files into an empty folder; None keeps the table in memory."""
         files, notes = self._files_and_notes
-        loader = RowLoader(self, folder, problems)
+        loader = RowLoader(self, folder, problems=problems)
         for file in files:
             loader.add_file(file)
         return loader.finish(self.path, notes)
 
     def _load_set(self, problems: ProblemLog | None = None) -> LoadedRecords:
         """Read a source that isn't local files into memory."""
-        if self.preset is not None:
-            return self._finish_fixed(self.preset.records(self, self.new_log() if problems is None else problems))
         match self.kind:
+            case "published":
+                assert self.preset is not None
+                return self._finish_fixed(self.preset.records(self, self.new_log() if problems is None else problems))
             case "builtin":
                 return self._load_builtin(problems)
             case "beir":

@@ -62,7 +62,7 @@ class SourceChecker:
     """
 
     def __init__(
-        self, source: DataSource, problems: ProblemLog | None = None, resolver: ColumnResolver | None = None
+        self, source: DataSource, *, problems: ProblemLog | None = None, resolver: ColumnResolver | None = None
     ) -> None:
         self._source = source
         self.resolver = resolver or source.new_resolver()
@@ -199,11 +199,12 @@ class RowLoader:
         self,
         source: DataSource,
         folder: Path | None = None,
+        *,
         problems: ProblemLog | None = None,
         resolver: ColumnResolver | None = None,
     ) -> None:
         self._source = source
-        self.checker = SourceChecker(source, problems, resolver)
+        self.checker = SourceChecker(source, problems=problems, resolver=resolver)
         self._writer = RecordWriter(source.extra_columns, folder)
 
     def add_file(self, file: Path) -> None:

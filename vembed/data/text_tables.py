@@ -63,7 +63,7 @@ def table_form(path: Path) -> TableForm:
     The latter reads the whole file once, or twice where a cell begins with a quote.
 
     Raises:
-        DataError: Several delimiters split the lines evenly, or a .txt file has none that does.
+        DataError: Several delimiters split the lines evenly but the suffix's doesn't, or a .txt file has none.
         MachineError: The system refuses to read it, or it is no regular file.
     """
     sample, is_whole = _first_lines(path)

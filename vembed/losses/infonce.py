@@ -23,8 +23,9 @@ two together, in value and gradient.
 Source: van den Oord et al., 2018, "Representation Learning with Contrastive Predictive Coding"; the two directions as
 in Radford et al., 2021 (CLIP); a sum over positives inside the logarithm as in Miech et al., 2020 (MIL-NCE); each
 positive by itself as in Khosla et al., 2020, "Supervised Contrastive Learning".
-Shape legend: Q queries and D documents of all ranks, R x C that matrix or its transpose, M its rows with a positive.
-In the methods that streamed.py calls, Q are the queries of this rank, and K is the number of prefixes.
+Shape legend: Q queries and D documents of all ranks, E width of an embedding, R x C that matrix or its transpose, M its
+rows with a positive. In the methods that streamed.py calls, Q are the queries of this rank, K is the number of
+prefixes, and P are this rank's positive pairs.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Hardness(NamedTuple):
     Each gets the factor exp(strength S), which isn't differentiated.
     """
 
-    mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"]  # hard negatives: of the query's own row
+    mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"]  # hard: of the query's own record
     strength: float
 
     def added_logits(self, similarity_QD: Tensor, positive_QD: Tensor, structure: BatchStructure) -> Tensor:
@@ -81,12 +82,12 @@ class SoftmaxLoss(CellLoss):
         bidirectional: Whether the loss of document to query counts as much as that of query to document.
         dtype: Type of the logit scale, which has at least float32.
         hardness: Which negatives count more, the more similar they are; None: none.
-        focal_gamma: Exponent of the negatives' share of a line, by which its loss is weighed; 0 weighs all alike.
+        focal_gamma: Each query's (document's) loss is multiplied by the negatives' share of its softmax to this power.
         options: Those of `StreamedLoss`.
     """
 
     positives_apart: ClassVar[bool] = False
-    """True gives each positive of a line a loss of its own, and takes their mean; False sums them in one logarithm."""
+    """True gives each positive of a query (or document) a loss of its own, and takes their mean; False sums them."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class SoftmaxLoss(CellLoss):
     @property
     @override
     def needs_statistics(self) -> bool:
-        """True where columns count: they need the sums of all ranks' queries, rows only those of their block."""
+        """True with both directions: a column needs the sums of all ranks, while a rank has all of each of its rows."""
         return self.bidirectional
 
     @override

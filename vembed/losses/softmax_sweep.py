@@ -20,10 +20,11 @@ The calls come from streamed.py:
                         columns from what ranks merged -> `slopes` of all tiles
 
 Both directions come from the same tiles in two sweeps, 4 products of Q x D x E. In one direction the rows of a block
-are complete after its last tile, so that its logits are kept and the fourth product is saved (reach "row").
+are complete after its last tile, so that its logits are kept where they fit, and needn't be computed again: 3 products
+(reach "row").
 
-Shape legend: Q queries of this rank, D documents of all ranks, K prefixes, R x C cells of a tile, P positive pairs,
-L lines.
+Shape legend: Q queries of this rank, D documents of all ranks, E width of an embedding, K prefixes, R x C cells of a
+tile, P positive pairs, N hard negatives of a tile's own queries, L lines.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ class SoftmaxSweep(Sweep):
 
     @override
     def slopes(self, part: TileLogits) -> Tensor:
-        """Turn logits l into exp(l + row shift) + exp(l + column shift), in place; return the positives' slopes.
+        """Turn the logits l of a tile, or what `collect` left of them, into slopes; return the positives' slopes.
 
-        Positives and masked cells are -inf, which becomes 0.
+        The slope of a cell is exp(l + row shift) + exp(l + column shift). Positives and masked cells, -inf, become 0.
         """
         tile, prefix = part.tile, part.prefix
         row_shifts_R1 = self.row_shifts_KQ[prefix, tile.rows, None]

@@ -105,9 +105,9 @@ class TrainingLoop:
             if stop_reason and state.step < total:
                 _log.info("%s", stop_reason)
         except PreemptedError:
-            # Also where this step was saved: a whole checkpoint is left as it is, one that the disk refused is tried
-            # again.
-            self._save(best=False)
+            # A whole checkpoint of this step is left as it is; one that the disk refused is tried again. It is still
+            # the best one where its evaluation said so; the untrained model never is.
+            self._save(best=state.best_metric is not None and state.best_step == state.step)
             raise
         if self._last_save_step != state.step:  # whatever save_strategy says, the last step has a checkpoint
             self._save(best=False, is_last=True)
@@ -138,7 +138,7 @@ class TrainingLoop:
                 batch.structure,
                 assignment=batch.assignment,
                 gradient_scale=gradient_scale,
-                continues=number > batch_numbers[0],  # for repairs alone: one for each optimizer step
+                continues=number > batch_numbers[0],  # the same step: running out of memory counts once in it
             )
             if result.num_repairs:  # memory ran out: a resumed run must begin with these limits
                 state.step_limits = engine.limits
@@ -326,7 +326,8 @@ SEED_STRIDE = 1_000_003
 
 RANK_STRIDE = (1 << 53) + 2_654_435_761
 """Keeps ranks apart: 2^53 is above any seed times `SEED_STRIDE`, and 2,000 ranks fit into the 64 bits of a seed. A CPU
-generator takes only the lower 32 bits; there the second summand, 2^32 divided by the golden ratio, keeps them apart."""
+generator takes only the lower 32 bits; there the second summand, a prime next to 2^32 divided by the golden ratio,
+keeps them apart."""
 
 
 def batch_seed(seed: int, number: int, *, rank: int) -> int:

@@ -1,6 +1,7 @@
 """report.json: the report of a run for programs.
 
-Numbers are unrounded, and what wasn't measured is null, not left out.
+Numbers are unrounded. The keys that are named here are in every report, null where nothing was measured; tables by
+metric, curve or kind of example hold what there is.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def run_document(
     """Return the report as JSON data.
 
     Args:
-        num_shown_pictures: Distinct pictures of the page.
+        num_shown_pictures: Distinct pictures in examples and tables; those on the map of the vectors aren't counted.
         num_decoded_pictures: Those of them that could be decoded.
     """
     return {

@@ -8,6 +8,7 @@ from vembed.evaluation.judge import headline, interval_text, warnings_text, wors
 from vembed.evaluation.report.comparison import verdict_decimals
 from vembed.pages.page import Code, Facts, Fold, VerdictBlock
 from vembed.pages.text import capitalised, count_text, metric_text, one_line, signed_text, value_text
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from vembed.evaluation.report.inputs import RunReport
@@ -24,6 +25,7 @@ def head_blocks(report: RunReport, numbers: ReportNumbers) -> list[Block]:
     comparison = verdict.comparison
     decimals = verdict_decimals(verdict)
     remarks = remarks_of(report, numbers)
+    others = max(0, sum(outcome.role != "guard" for outcome in report.sets) - 1)
     summary = [*summary_lines(report, numbers), *remarks]
     return [
         VerdictBlock(
@@ -38,9 +40,9 @@ def head_blocks(report: RunReport, numbers: ReportNumbers) -> list[Block]:
         ),
         Facts(
             [
-                ("Evaluated on", report.task.name),
-                ("Queries", count_text(report.final.num_queries)),
-                ("Documents", count_text(report.final.num_documents)),
+                ("Evaluated on", report.task.name + (f" and {plural(others, 'other test set')}" if others else "")),
+                ("Queries of the first set" if others else "Queries", count_text(report.final.num_queries)),
+                ("Documents of the first set" if others else "Documents", count_text(report.final.num_documents)),
                 ("Training steps", count_text(num_steps(report))),
                 ("Model", report.final.system),
             ]
@@ -55,7 +57,7 @@ def head_blocks(report: RunReport, numbers: ReportNumbers) -> list[Block]:
 
 
 def remarks_of(report: RunReport, numbers: ReportNumbers) -> list[str]:
-    """Return what to know beside the verdict: a model worse than untrained, caveats, guard sets, other direction."""
+    """Return what to know beside the verdict: worse than untrained, caveats, guard sets, the other direction."""
     remarks: list[str] = []
     if report.dev_task and report.kept_step is not None:  # a dev set of its own, whose step 0 is the untrained model
         warning = worse_than_untrained(report.evaluations, report.metric, report.kept_step)

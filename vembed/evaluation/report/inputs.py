@@ -58,7 +58,7 @@ class RunReport:
     baseline: EvaluationResult  # the model before training, on `task`
     final: EvaluationResult  # the trained model, on `task`
     last: EvaluationResult | None = None  # the model of the last step on `task`, where `final` is an earlier one
-    bm25: EvaluationResult | None  # lexical search on `task`, to compare with
+    bm25: EvaluationResult | None  # lexical search on `task`, to compare with; None where it wasn't run
     reverse: Reverse | None = None  # the other direction, where it is measured
     geometry: Geometry | None = None  # vectors of `task` after training
     image_limits: ImageLimits = field(default_factory=ImageLimits)  # which pictures may be decoded for the page

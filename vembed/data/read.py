@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vembed.batch import ImageLimits, modality_of
-from vembed.data.builtin import holds_pictures, load_builtin, load_builtin_retrieval
+from vembed.data.builtin import load_builtin, load_builtin_retrieval
 from vembed.data.check import ProblemLog
 from vembed.data.columns import ColumnResolver
 from vembed.data.documents import Corpus
@@ -42,6 +42,7 @@ from vembed.data.table import LoadedRecords, Record
 from vembed.data.table_cache import kept_or_read
 from vembed.errors import DataError
 from vembed.files import home_path, is_folder
+from vembed.registry import DATASETS
 from vembed.text import plural
 
 if TYPE_CHECKING:
@@ -210,7 +211,9 @@ class DataSource:
         """
         self._refuse_wrong_mapping()
         if not self.files:
-            has_pictures = self.kind == "published" or (self.kind == "builtin" and holds_pictures(self._builtin_name))
+            has_pictures = self.kind == "published"
+            if self.kind == "builtin" and self._builtin_name in DATASETS:  # it isn't made, which takes seconds
+                has_pictures = DATASETS.load(self._builtin_name).holds_pictures
             return self.new_resolver().summary(), frozenset({"image"} if has_pictures else ())
         first = self.files[0]
         is_only_file = len(self.files) == 1

@@ -85,11 +85,6 @@ def load_builtin_retrieval(name: str, split: str) -> RetrievalData | None:
     return None if builtin.retrieval is None else builtin.retrieval(role)
 
 
-def holds_pictures(name: str) -> bool:
-    """Return whether a set says that it holds pictures; it isn't made, which takes seconds."""
-    return name in DATASETS and DATASETS.load(name).holds_pictures
-
-
 def _find(name: str, split: str) -> tuple[BuiltinSet, Role]:
     if name not in DATASETS:
         names = DATASETS.names()

@@ -25,7 +25,8 @@ from vembed.data.lines import Unreadable, text_rows
 from vembed.data.row_files import nearest_entry
 from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder
-from vembed.text import cut, one_of, plural
+from vembed.section import one_of
+from vembed.text import cut, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

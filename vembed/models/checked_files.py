@@ -20,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from vembed.errors import ConfigError
 from vembed.files import open_regular
-from vembed.text import first_line, one_of, quoted
+from vembed.section import one_of
+from vembed.text import first_line, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

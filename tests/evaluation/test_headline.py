@@ -9,7 +9,7 @@ from kit.pages import result, sample
 
 from vembed.evaluation.judge import SetOutcome, headline, interval_text, judged
 from vembed.evaluation.report.run_report import build_page
-from vembed.pages.page import VerdictBlock
+from vembed.pages.page import Facts, VerdictBlock
 
 BEFORE = {f"q{number}": 0.9 - number / 100 for number in range(20)}
 AFTER = {query: value / 2 for query, value in BEFORE.items()}
@@ -29,6 +29,18 @@ def test_a_forgotten_set_follows_the_interval_whatever_it_is_called(task: str) -
     assert block.sentence == headline(decided, report.sets) == f"{decided.sentence}; forgets on {task}"
     assert block.interval == f"{interval_text(decided.word, decided.comparison)}; forgets on {task}"
     assert block.interval.startswith("95% interval ")
+
+
+def test_the_head_of_a_report_over_several_test_sets_says_so() -> None:
+    forgets = forgotten("old/test")
+    second = SetOutcome.of("test", forgets.final, forgets.final, "ndcg@10")
+    for others, suffix, label in ((0, "", "Queries"), (2, " and 2 other test sets", "Queries of the first set")):
+        report = sample()
+        first = SetOutcome.of("test", report.baseline, report.final, "ndcg@10")
+        page = build_page(sample(sets=(first, *[second] * others, forgets)))
+        (facts,) = (dict(block.pairs) for block in page.head if isinstance(block, Facts))
+        assert facts["Evaluated on"] == f"{report.task.name}{suffix}"
+        assert label in facts
 
 
 def test_the_line_of_a_set_has_its_numbers_once_and_its_word_last() -> None:

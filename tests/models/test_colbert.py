@@ -154,6 +154,8 @@ def test_vectors_that_are_not_finite_are_merged_as_they_are() -> None:
 def test_queries_may_be_longer_than_documents(bert: Path) -> None:
     encoder = late(bert, max_seq_length=8)
     assert [len(vectors) for vectors in rows_of(encoder, QUERIES, "query")] == [QUERY_LENGTH] * len(QUERIES)
+    same = late(bert, max_seq_length=QUERY_LENGTH)
+    assert encoder.activation_values() == same.activation_values(), "the plan counts the longer side"
 
 
 def assert_same_as_sentence_transformers(folder: Path, encoder: Any) -> None:

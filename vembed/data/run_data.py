@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -308,7 +308,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
     for name, task in tasks.items():
         items = ItemCounts.of(task)
         any_pictures |= items.has_pictures
-        if not name.startswith("guard-"):  # those may be of any kind
+        if further_role(name) != "guard":  # those may be of any kind
             items.require(keys.retrieval_mode, task.name)
         notes += task.notes
     if keys.image_root is not None and not any_pictures:
@@ -397,6 +397,11 @@ def _refuse_alike(loaded: LoadedRecords, path: str, loss: LossNeeds | None) -> N
     else:
         return
     raise DataError(f"{path}: all {len(table):,} rows {alike}, so {why} and nothing can be learnt; {cure}")
+
+
+def further_role(folder: str) -> Literal["test", "guard"]:
+    """Return the role of a further set, with which the folder of its results begins."""
+    return "guard" if folder.startswith("guard-") else "test"
 
 
 def _read_verdict_sets(keys: DataKeys, loss: LossNeeds | None) -> tuple[RetrievalData | None, dict[str, RetrievalData]]:

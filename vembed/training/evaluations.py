@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from vembed.data.run_data import further_role
 from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError, NonFiniteError
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
@@ -54,7 +55,7 @@ class Evaluations:
     # Whether the untrained and the trained model are measured in reverse too, on the verdict's set; evaluations in
     # between never are.
     both_directions: bool = False
-    # Measured before and after training, besides: folder -> set; a folder begins with the set's role, "guard-1".
+    # Measured before and after training, besides: folder of the results -> set.
     further: Mapping[str, RetrievalData] = field(default_factory=dict)
     overlaps: Mapping[str, Overlap] = field(default_factory=dict)  # set -> what the training rows share with it
     ranks: Ranks = field(default_factory=Ranks)  # who takes part. All must make the same calls.
@@ -120,8 +121,7 @@ class Evaluations:
         outcomes = []
         for folder, task in self.further.items():
             final = self._evaluate(f"{folder}/final", task).forward
-            role: SetRole = "guard" if folder.startswith("guard-") else "test"
-            outcomes.append(self._outcome(folder, role, self._read(f"{folder}/baseline"), final))
+            outcomes.append(self._outcome(folder, further_role(folder), self._read(f"{folder}/baseline"), final))
         return tuple(outcomes)
 
     def verdict_outcome(self, baseline: EvaluationResult, final: EvaluationResult) -> SetOutcome:

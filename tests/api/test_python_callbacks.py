@@ -73,8 +73,35 @@ def test_a_decision_holds_after_a_failure_and_the_resume_repeats_the_run_that_ha
     assert rates(tmp_path / "again") == rates(tmp_path / "out")
     weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("out", "again")]
     assert weights[0] == weights[1]
-    vembed.train(**again)
+    heard: list[Any] = []
+    vembed.train(**again, callbacks=[heard.append])
     assert len(rates(tmp_path / "again")) == 5, "a run that a callback ended stays ended"
+    assert [type(event).__name__ for event in heard] == ["EndEvent"], "its last checkpoint is no news"
+
+
+def test_the_last_step_of_a_run_that_a_callback_ends_is_evaluated(keys: dict[str, Any]) -> None:
+    heard: list[Any] = []
+
+    def stop(event: object) -> object:
+        heard.append(event)
+        return vembed.Stop("enough") if isinstance(event, vembed.StepEvent) and event.step == 3 else None
+
+    vembed.train(**keys, callbacks=[stop])
+    evaluated = [event.step for event in heard if isinstance(event, vembed.EvaluationEvent)]
+    assert evaluated == [0, 2, 3]
+
+
+def test_a_failure_whose_checkpoint_the_disk_refused_does_not_promise_it(
+    keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(event: object) -> None:
+        if isinstance(event, vembed.StepEvent):
+            raise KeyError("a mistake of mine")
+
+    monkeypatch.setattr(RunCheckpoints, "save", lambda *_, **__: None)
+    with pytest.raises(KeyError) as failed:
+        vembed.train(**keys, callbacks=[fail])
+    assert "the disk refused the checkpoint of step 1" in failed.value.__notes__[0]
 
 
 @pytest.mark.parametrize(("stops_at", "told"), [(2, True), (6, False)])

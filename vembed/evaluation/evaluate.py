@@ -312,7 +312,7 @@ def pair_similarities(
     return similarity_P
 
 
-def recall_sums(baseline: Directions, final: Directions) -> tuple[Estimate, Estimate] | None:
+def recall_sums_before_and_after(baseline: Directions, final: Directions) -> tuple[Estimate, Estimate] | None:
     """Return `recall_sum` before and after training, or None where one of them lacks a cut-off or a direction."""
     if baseline.reverse is None or final.reverse is None:
         return None

@@ -86,7 +86,12 @@ class EvaluationResult:
 
     def deciding(self, metric: str) -> str:
         """Return the metric that decides here: the given one, or the first of a set that is measured otherwise."""
-        return metric if metric in self.metrics else next(iter(self.metrics))
+        return deciding_metric(self.metrics, metric)
+
+
+def deciding_metric(metrics: Mapping[str, float], wanted: str) -> str:
+    """Return the metric that decides among those of a set: the wanted one, or the first of a set without it."""
+    return wanted if wanted in metrics else next(iter(metrics))
 
 
 def approximate_note(factory: str) -> str:

@@ -49,6 +49,7 @@ class InBatchHard(InfoNCE):
 
     def __init__(self, *, hard_topk: int | None = 8, **options: Any) -> None:
         super().__init__(**options)
+        assert hard_topk is None or self.hardness is None, "the lists hold logits without hardness"
         self.hard_topk = hard_topk
 
     @classmethod

@@ -13,8 +13,9 @@ Two options weigh what is hard. `hardness` multiplies exp(s S_ij) of a query's n
 query to document alone. `focal_gamma` multiplies each loss by (1 - exp(-L_i))^focal_gamma, in both directions. Neither
 factor is differentiated.
 
-The loss of a batch is the mean over its queries, by the weights of their rows. With Matryoshka prefixes (embeddings cut
-to several lengths) it is the weighted sum of the losses of the prefixes.
+The loss of a batch is the mean over its queries, weighted by their rows. A query without positives adds 0, and still
+counts in the mean; document to query, the mean is over the documents that are some query's positive. With Matryoshka
+prefixes (embeddings cut to several lengths) the loss is the weighted sum of the losses of the prefixes.
 
 `SoftmaxLoss.loss_of_similarities` is this definition, over the whole matrix and by autograd: read it first. Training
 never makes that matrix: streamed.py walks over its tiles, with the sums and slopes of softmax_sweep.py. Tests hold the
@@ -56,10 +57,11 @@ if TYPE_CHECKING:
 class Hardness(NamedTuple):
     """Makes some of a query's negatives count more, the more similar they are.
 
-    Each gets the factor exp(strength S), which isn't differentiated.
+    Each gets the factor exp(strength S), below 1 where S is negative. The factor isn't differentiated.
     """
 
-    mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"]  # hard: of the query's own record
+    # Negatives that get the factor. hard_negatives: those of the query's own row. in_batch_negatives: all others.
+    mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
     strength: float
 
     def added_logits(self, similarity_QD: Tensor, positive_QD: Tensor, structure: BatchStructure) -> Tensor:
@@ -74,7 +76,7 @@ class Hardness(NamedTuple):
 
 
 class SoftmaxLoss(CellLoss):
-    """InfoNCE of a matrix of similarities, whoever makes it: `InfoNCE` by inner products, `ColbertLoss` by MaxSim.
+    """InfoNCE over similarities that a subclass computes: `InfoNCE` by dot products, `ColbertLoss` by MaxSim.
 
     Args:
         temperature: 1 / logit scale; where it is learned, its first value.
@@ -102,7 +104,7 @@ class SoftmaxLoss(CellLoss):
     ) -> None:
         super().__init__(**options)
         assert not (self.positives_apart and focal_gamma), (
-            "focal_gamma weighs one loss for each line, and positives_apart has several"
+            "focal_gamma weighs the one loss of a query or document, and positives_apart gives it several"
         )
         log_scale = torch.tensor(math.log(1.0 / temperature), dtype=torch.promote_types(dtype, torch.float32))
         self.log_scale: Tensor

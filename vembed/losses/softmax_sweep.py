@@ -12,6 +12,10 @@ The last keeps its digits where p is far above n: 1 - softmax would cancel. Wher
 (SupCon), the loss is w (log(e^p + e^n) - mean of the positives' l), and a positive's slope is
 w exp(l - log(e^p + e^n)) - w / |P|. `focal_gamma` multiplies w by sigmoid(n - p)^gamma, which isn't differentiated.
 
+`hardness` adds strength x S to the logits of a row's negatives, before n is summed. That term isn't differentiated, so
+the slopes are the same formulas of the larger l; columns take l without it. Where both directions count, the slope of a
+cell is the sum of the one from its row and the one from its column.
+
 The calls come from streamed.py:
 
     one direction       for each block of rows: `collect` every tile -> `complete` the rows: their loss and shifts
@@ -49,11 +53,15 @@ if TYPE_CHECKING:
     from vembed.losses.tiles import SimilarityTiles
 
 BOUNDED_LOGIT = 40.0
-"""Largest |logit| at which exp(logit) and sums of 2^31 of them stay within float32, so that no maximum is needed."""
+"""Largest |logit| for which sums of exponentials need no maximum in float32.
+
+Sums of 2^31 of them stay far from overflow (e^40 x 2^31 = 5e26), and w / sum, the factor that turns an exponential into
+a slope, from underflow (1e-38) for weights w down to 1e-11. It is the second that a higher bound would break first.
+"""
 
 
 class SoftmaxSweep(Sweep):
-    """Sums of exponentials over rows, and columns, and the slopes exp(logit + shift of the row, or column).
+    """Sums over the negatives of rows, and of columns if asked, and slopes exp(l + row shift) + exp(l + column shift).
 
     The shifts and the slopes of the positive pairs are set by whoever completes the sums: `InfoNCESweep`, or joint.py.
     """
@@ -128,6 +136,7 @@ class SoftmaxSweep(Sweep):
     def _unbounded_slopes_(self, part: TileLogits, row_shifts_R1: Tensor, column_shifts_C: Tensor | None) -> None:
         matrix_RC, column_slopes_RC = part.logits_RC, None
         if column_shifts_C is not None:  # before hardness, which weighs the negatives of queries alone
+            # Logits are collected only where one direction counts.
             assert not part.is_collected, "a collected tile has its hardness already"
             scratch_RC = self.tiles.scratch("scratch", part.tile.shape)
             column_slopes_RC = torch.add(matrix_RC, column_shifts_C, out=scratch_RC).exp_()
@@ -192,7 +201,8 @@ class InfoNCESweep(SoftmaxSweep):
             weights_KL=self.column_weights_KD,
             positive_counts_L=self.positive_counts_D,
         )
-        # `line_loss` is equal on every rank: each adds its share. Pairs are this rank's own.
+        # Every rank has the same `line_loss`: each adds only its share, so that the sum over ranks counts it once.
+        # `pair_loss` is of this rank's own pairs.
         self.loss += terms.line_loss * self.rank_share + terms.pair_loss
         self.column_shifts_KD = terms.shifts_KL
         self.pair_slopes_KP += terms.pair_slopes_KP
@@ -207,18 +217,18 @@ class InfoNCESweep(SoftmaxSweep):
         weights_KL: Tensor,
         positive_counts_L: Tensor | None,
     ) -> LineTerms:
-        """Return the terms of some lines, by the formula for summed or for single positives."""
+        """Return the terms of some lines; with `positive_counts_L` each positive has a loss of its own."""
         n_KL, p_KL = negatives.value(), positives.value()
         if positive_counts_L is None:
             return terms_of_summed_positives(n_KL, p_KL, logits_KP, lines_P, weights_KL, self.focal_gamma)
-        return terms_of_single_positives(n_KL, p_KL, logits_KP, lines_P, weights_KL, positive_counts_L)
+        return terms_of_positives_apart(n_KL, p_KL, logits_KP, lines_P, weights_KL, positive_counts_L)
 
 
 def _weigh_negatives_(hardness: Hardness, logits_RC: Tensor, tile: Tile, scale: float) -> None:
     """Add what `Hardness.added_logits` says to the logits of a tile, in place; positives and masked cells stay -inf."""
     flat_logits = logits_RC.view(-1)
     factor = 1.0 + hardness.strength / scale  # (s + strength) S from s S: one multiplication
-    # Indexing copies: for in_batch_negatives these cells are restored after the whole tile was multiplied.
+    # A copy: in_batch_negatives multiplies the whole tile, and then puts the logits of the own negatives back.
     own_negatives_N = flat_logits[tile.own_negative_cells]
     if hardness.mode == "hard_negatives":
         flat_logits[tile.own_negative_cells] = own_negatives_N * factor
@@ -234,7 +244,7 @@ def _weigh_negatives_(hardness: Hardness, logits_RC: Tensor, tile: Tile, scale: 
 class LineTerms(NamedTuple):
     """Loss of lines whose sums are complete, and what turns their logits into slopes."""
 
-    line_loss: Tensor  # the part that follows from the sums of whole lines: of columns, equal on every rank
+    line_loss: Tensor  # the part computed from the sums of whole lines; for columns it is equal on every rank
     pair_loss: Tensor  # the part that is a sum over this rank's positive pairs
     shifts_KL: Tensor
     pair_slopes_KP: Tensor
@@ -262,7 +272,7 @@ def terms_of_summed_positives(
     return LineTerms(line_loss, line_loss.new_zeros(()), line_shifts(n_KL, p_KL, weights_KL), slopes_KP)
 
 
-def terms_of_single_positives(
+def terms_of_positives_apart(
     n_KL: Tensor, p_KL: Tensor, logits_KP: Tensor, lines_P: Tensor, weights_KL: Tensor, positive_counts_L: Tensor
 ) -> LineTerms:
     """Return the terms of lines whose loss is the mean over positives of log-sum-exp of all - logit of the positive.
@@ -280,7 +290,7 @@ def terms_of_single_positives(
 
 
 def line_gaps(n_KL: Tensor, p_KL: Tensor) -> Tensor:
-    """Return n - p; -inf where a line has no positives, whose loss and slopes become 0 without a branch."""
+    """Return n - p; -inf where a line has no positives, which makes its loss 0."""
     return torch.where(p_KL == -math.inf, -math.inf, n_KL - p_KL)  # NaN isn't -inf: it reaches the loss
 
 
@@ -290,6 +300,6 @@ def line_shifts(n_KL: Tensor, p_KL: Tensor, weights_KL: Tensor) -> Tensor:
 
 
 def focal_weights(weights_KL: Tensor, gap_KL: Tensor, focal_gamma: float) -> Tensor:
-    """Return the weights times the negatives' share of each line, sigmoid(n - p), to the power of gamma."""
+    """Return w x sigmoid(n - p)^gamma: sigmoid(n - p) is the negatives' share of a line's softmax."""
     # sigmoid keeps the digits that 1 - (share of the positives) would lose.
     return weights_KL * gap_KL.sigmoid().pow(focal_gamma) if focal_gamma else weights_KL

@@ -34,7 +34,7 @@ from vembed.models.pictures import (
 )
 from vembed.models.plannable import find_tower, layer_values, picture_inputs, token_inputs
 from vembed.models.pooling import unit
-from vembed.models.text import count_truncated, token_rows
+from vembed.models.token_rows import count_truncated, token_rows
 from vembed.models.vision import TransformersPictures
 
 if TYPE_CHECKING:

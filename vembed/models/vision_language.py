@@ -40,8 +40,8 @@ from vembed.models.hub import PICTURE_SIDE, tokenizer_facts
 from vembed.models.pictures import Normalisation, last_step, normalised, process_pictures, side_of
 from vembed.models.plannable import ROWS, TowerInputs, find_tower, is_within, layer_period, text_inputs, token_inputs
 from vembed.models.pooling import pool
-from vembed.models.text import token_rows
 from vembed.models.text_spec import asked_pooling
+from vembed.models.token_rows import token_rows
 from vembed.models.vision_language_families import UNTRAINED, square_tokens
 from vembed.registry import FAMILIES
 

@@ -32,7 +32,7 @@ class StepEvent:
     total_steps: int
     loss: float
     learning_rate: float
-    metrics: Mapping[str, float]  # all numbers of the step, as in metrics.jsonl
+    metrics: Mapping[str, float]  # numbers of the step, as in metrics.jsonl but for the spread between ranks
 
 
 @dataclass(frozen=True, slots=True)

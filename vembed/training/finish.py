@@ -17,10 +17,11 @@ from vembed.batch import ImageLimits
 from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
 from vembed.evaluation.diagnosis import diagnose, diagnosis_lines, performance, setup_of
-from vembed.evaluation.evaluate import Directions, recall_sums
+from vembed.evaluation.evaluate import Directions, recall_sums_before_and_after
 from vembed.evaluation.judge import Verdict, caveats, headline, overall, verdict, worse_than_untrained
 from vembed.evaluation.next_steps import next_commands
 from vembed.evaluation.report.inputs import Reverse, RunReport
+from vembed.evaluation.results import deciding_metric
 from vembed.files import new_folder, share_permissions
 from vembed.models.adapters import has_adapters, merge_adapters, narrowed_bytes, save_trained
 from vembed.plan.devices import cpu_cores
@@ -202,12 +203,12 @@ def _publish(run: Run, result: RunResult, final: Directions, kept_step: int) -> 
     if result.reverse is not None:
         line("reversed", f"{result.reverse.task.direction}: {result.reverse.verdict.sentence}")
         before = Directions(result.baseline, result.reverse.baseline)
-        if sums := recall_sums(before, Directions(result.final, result.reverse.final)):
+        if sums := recall_sums_before_and_after(before, Directions(result.final, result.reverse.final)):
             line("rsum", f"{sums[0].value:.1f} -> {sums[1].value:.1f} of 600")
     for outcome in result.sets if len(result.sets) > 1 else ():
         line(outcome.role, outcome.line)
     if run.evaluations.test is not None and (
-        lost := worse_than_untrained(run.state.evaluations, run.evaluations.metric, kept_step)
+        lost := worse_than_untrained(run.state.evaluations, _dev_metric(run), kept_step)
     ):
         _log.warning("%s", lost)
     for caveat in result.caveats:
@@ -263,9 +264,16 @@ def _report(
         command=run.command,
         image_limits=ImageLimits(max_pixels=run.config.max_image_pixels),
         dev_task=evaluations.dev.name if evaluations.dev is not None and evaluations.test is not None else "",
+        dev_metric=_dev_metric(run),
         findings=findings,
         performance=performance(rows, setup, **training_setup),
     )
+
+
+def _dev_metric(run: Run) -> str:
+    """Return the metric that chose the checkpoint: a dev set of another kind than the test set has one of its own."""
+    metric, evaluations = run.evaluations.metric, run.state.evaluations
+    return deciding_metric(evaluations[-1][1], metric) if evaluations else metric
 
 
 def _training_facts(run: Run, rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:

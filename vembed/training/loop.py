@@ -24,7 +24,6 @@ import logging
 import math
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,20 +31,19 @@ from tqdm import tqdm
 
 from vembed.errors import PreemptedError
 from vembed.evaluation.diagnosis import EARLY_STEPS, diagnose_start, finding_lines
-from vembed.evaluation.step_rows import PART_NAMES, SOURCE_LOSS
+from vembed.evaluation.step_rows import PART_NAMES
 from vembed.text import show_duration
 from vembed.training.callbacks import EvaluationEvent, SaveEvent, StepEvent
 from vembed.training.progress import LABEL_COLUMNS, Heartbeat, step_line
+from vembed.training.step_totals import StepTotals
 from vembed.training.timing import RankMeter, peak_memory_bytes, seconds_of_parts
 from vembed.training.trackers import read_rows, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from vembed.distributed.ranks import Ranks
     from vembed.evaluation.results import EvaluationResult
-    from vembed.gradcache.engine import StepResult
-    from vembed.training.batches import Batches, PreparedBatch
+    from vembed.training.batches import Batches
     from vembed.training.run import Run
 
 _log = logging.getLogger(__name__)
@@ -64,14 +62,20 @@ class TrainingLoop:
         # Of the last attempt, even one that the disk refused:
         self._last_save_time = time.monotonic()
         self._last_save_step: int | None = None
+        # The latest step whose checkpoint is on disk: callbacks hear of each once, also across a preemption or resume.
+        self._saved_step = None if run.checkpoint is None else run.state.step
 
     def train(self) -> EvaluationResult:
         """Train, and return the result of the untrained model on the verdict's set.
 
         Raises:
-            PreemptedError: A signal came; a checkpoint of the present step is saved.
-            NonFiniteError: The numbers went bad, and the policy is to stop.
-            Exception: A callback raised it; a checkpoint of the present step is saved.
+            PreemptedError: A signal came; a checkpoint of the present step is saved, unless the disk refuses it.
+            NonFiniteError: Loss or gradients went bad, and the policy is to stop or its limit of skipped steps is used
+                up; or weights did, which are never saved.
+            ReplayDriftError: The two passes of a step computed different embeddings.
+            MachineError: Out of memory with nothing left to try, or the third save in a row failed.
+            Exception: A callback raised it (on other ranks a MachineError that names the callback); the present step
+                is saved as after a signal.
         """
         run, state, total = self.run, self.state, self.run.plan.steps.total
         try:
@@ -127,11 +131,12 @@ class TrainingLoop:
             batch = self.batches.batch(number)
             totals.data_seconds += time.monotonic() - waiting_since
 
-            # 2. Both passes, loss, and the sum over ranks: afterwards `.grad` holds the gradients of the whole batch.
+            # 2. Both passes, loss, and the sum over ranks: the gradients of this batch, of all ranks, go to `.grad`.
             self._batch_progress = (time.monotonic(), batch_numbers[-1] - number)
             # Dropout depends on (seed, batch, rank) alone, so that a resumed run draws the same masks.
             torch.manual_seed(batch_seed(run.config.seed, number, rank=run.ranks.rank))
-            # The gradients of the step's batches add up to the mean over its rows; float16 adds its loss scale.
+            # A batch counts by its share of the step's rows, so that `.grad` ends as the gradient of their mean loss.
+            # In float16 it is multiplied by the loss scale too, which `clip_gradients` divides out.
             gradient_scale = optimizer.scale.value * batch.step_share
             result = engine.step(
                 batch.pools,
@@ -149,8 +154,8 @@ class TrainingLoop:
         with engine.stopwatch.part("update"):
             grad_norm = optimizer.clip_gradients()
 
-        # 4. Accept or reject, on all ranks alike: loss and norm are sums over all ranks, the same numbers on each. A
-        # float16 overflow is no fault of the run: a smaller scale cures it.
+        # 4. Accept or reject, on all ranks alike: each has the loss and the norm of the whole step, equal up to
+        # rounding, and the guard asks all ranks. A float16 overflow is no fault of the run: a smaller scale cures it.
         temperature = engine.loss.temperature  # before the update: the one that this loss was computed with
         if math.isfinite(totals.loss) and optimizer.scale.overflowed(grad_norm):
             _log.info("step %d: float16 overflow at scale %g; skipped", step + 1, optimizer.scale.value)
@@ -238,9 +243,13 @@ class TrainingLoop:
                 _log.warning("%-*s  %s", LABEL_COLUMNS, label, text)
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluate on the dev set if the plan says so and it isn't done yet; return whether the model is the best."""
+        """Evaluate on the dev set if that is due and isn't done yet; return whether the model is the best.
+
+        It is due every `eval_every` steps and after the last one: without it the last model could never be the best.
+        """
         run, state, every = self.run, self.state, self.run.plan.steps.eval_every
-        is_due = every is not None and (state.step % every == 0 or state.step == run.plan.steps.total)
+        is_last = state.step == run.plan.steps.total or state.stopped is not None  # a callback may end the run earlier
+        is_due = every is not None and (state.step % every == 0 or is_last)
         if not is_due or state.evaluated_step == state.step:
             return False
         with run.clock.evaluating(comes_again=True):
@@ -264,9 +273,17 @@ class TrainingLoop:
         return self.run.ranks.any(is_due, self.run.device)  # the clocks of the ranks may differ
 
     def _save(self, *, best: bool, is_last: bool = False) -> None:
-        """Save a checkpoint of the present step; where the disk refuses it, training continues."""
+        """Save a checkpoint of the present step, unless a whole one is there; callbacks hear of a new one.
+
+        Where the disk refuses it, training continues.
+
+        Raises:
+            NonFiniteError: The weights hold NaN or infinity.
+            MachineError: The disk refused for the third time in a row.
+        """
         folder = self.run.checkpoints.save(self.state, best=best, is_last=is_last)
-        if folder is not None:  # the same on all ranks
+        if folder is not None and self._saved_step != self.state.step:  # the same on all ranks
+            self._saved_step = self.state.step
             self.run.callbacks.notify(SaveEvent(self.state.step, folder), self.run.ranks)
         self._last_save_time, self._last_save_step = time.monotonic(), self.state.step
 
@@ -279,15 +296,19 @@ class TrainingLoop:
             self.state.learning_rate = decision.learning_rate
 
     def _raise_callback_failure(self) -> None:
-        """End the run where a callback failed, with a checkpoint of the present step."""
-        failure = self.run.callbacks.failure
+        """End the run where a callback failed, with a checkpoint of the present step if the disk takes it."""
+        failure, step = self.run.callbacks.failure, self.state.step
         if failure is None:
             return
-        if self._last_save_step != self.state.step:
+        if self._last_save_step != step:
             self._save(best=False)
-        failure.add_note(
-            f"raised by a callback; the run is saved at step {self.state.step}, and the same call continues"
-        )
+        if self._saved_step == step:
+            failure.add_note(f"raised by a callback; the run is saved at step {step}, and the same call continues")
+        else:
+            failure.add_note(
+                f"raised by a callback; the disk refused the checkpoint of step {step}, and the same call continues "
+                f"from the checkpoint before it, if there is one"
+            )
         raise failure
 
     def _stop_reason(self) -> str:
@@ -322,7 +343,8 @@ class TrainingLoop:
 # Random numbers of a batch --------------------------------------------------------------------------------------------
 
 SEED_STRIDE = 1_000_003
-"""Batches of one seed. A run of more batches than this would draw the masks of the next seed, which does no harm."""
+"""Distance between the seeds of the first batches of two runs whose seeds are neighbours. A run of more batches than
+this draws masks that the next seed's run draws too, which does no harm."""
 
 RANK_STRIDE = (1 << 53) + 2_654_435_761
 """Keeps ranks apart: 2^53 is above any seed times `SEED_STRIDE`, and 2,000 ranks fit into the 64 bits of a seed. A CPU
@@ -331,85 +353,11 @@ keeps them apart."""
 
 
 def batch_seed(seed: int, number: int, *, rank: int) -> int:
-    """Return the seed of the random numbers that a rank draws in a batch; distinct for up to 2,000 ranks."""
+    """Return the seed of the random numbers that a rank draws in a batch.
+
+    Args:
+        seed: Of the run, below 2^32.
+        number: Of the batch, counted from 0 over all epochs.
+        rank: Below 2,000; seeds of different ranks differ.
+    """
     return seed * SEED_STRIDE + number + rank * RANK_STRIDE
-
-
-# Sums over a step -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class StepTotals:
-    """Sums over the batches of one optimizer step."""
-
-    # Of all ranks, batch by batch:
-    losses: list[float] = field(default_factory=list)  # mean over the queries of each batch
-    num_queries: list[int] = field(default_factory=list)
-    sources: list[int | None] = field(default_factory=list)  # None where a batch mixes sources
-    record_ids: list[int] = field(default_factory=list)
-    # Of all ranks, over the step; the first three are set by `add_ranks`:
-    tokens: int = 0  # without padding
-    padded_tokens: int = 0  # with padding
-    num_truncated: int = 0  # texts that were longer than the model takes
-    num_masked: int | None = None  # (query, document) pairs masked as copies; None where the loss masks none
-    replay_drift: float = 0.0  # the largest
-    # Of this rank:
-    rank_losses: list[float] = field(default_factory=list)  # mean over this rank's queries of each batch
-    rank_tokens: int = 0
-    rank_padded_tokens: int = 0  # with padding
-    rank_truncated: int = 0
-    num_chunks: int = 0  # encoder calls of pass 1
-    num_repairs: int = 0  # times that a batch ran out of memory and was done again
-    data_seconds: float = 0.0  # spent waiting for batches
-
-    def add(self, batch: PreparedBatch, result: StepResult) -> None:
-        """Count a batch."""
-        self.losses.append(result.loss)
-        self.num_queries.append(batch.structure.num_queries)
-        self.sources.append(batch.structure.source)
-        self.record_ids += batch.record_ids
-        self.rank_losses.append(result.rank_loss)
-        self.rank_tokens += result.tokens
-        self.rank_padded_tokens += result.padded_tokens
-        self.rank_truncated += batch.num_truncated
-        self.num_chunks += result.num_chunks
-        self.num_repairs += result.num_repairs
-        self.replay_drift = max(self.replay_drift, result.replay_drift)
-        if batch.num_masked is not None:
-            self.num_masked = (self.num_masked or 0) + batch.num_masked
-
-    def add_ranks(self, ranks: Ranks, device: torch.device) -> None:
-        """Add up over the ranks what each of them counted of its own rows."""
-        counts = [self.rank_tokens, self.rank_padded_tokens, self.rank_truncated]
-        if not ranks.is_one:
-            counts = [int(count) for count in ranks.sum_(torch.tensor(counts, device=device)).tolist()]
-        self.tokens, self.padded_tokens, self.num_truncated = counts
-
-    @property
-    def loss(self) -> float:
-        """Mean loss over the queries."""
-        return _weighted_mean(self.losses, self.num_queries)
-
-    @property
-    def rank_loss(self) -> float:
-        """Mean loss over this rank's queries; ranks share each batch evenly, so that whole batches give the weights."""
-        return _weighted_mean(self.rank_losses, self.num_queries)
-
-    @property
-    def loss_by_source(self) -> dict[str, float]:
-        """Mean loss over the queries of each source, by the name that metrics.jsonl gives it."""
-        losses: dict[str, list[float]] = {}
-        counts: dict[str, list[int]] = {}
-        for source, loss, count in zip(self.sources, self.losses, self.num_queries, strict=True):
-            if source is not None:
-                name = f"{SOURCE_LOSS}{source + 1}"
-                losses.setdefault(name, []).append(loss)
-                counts.setdefault(name, []).append(count)
-        return {name: _weighted_mean(losses[name], counts[name]) for name in losses}
-
-
-def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
-    # Over the largest weight, equal weights are exactly 1.0: the loss of one batch stays as it is, to the last bit.
-    most = max(weights)
-    shares = [weight / most for weight in weights]
-    return sum(value * share for value, share in zip(values, shares, strict=True)) / sum(shares)

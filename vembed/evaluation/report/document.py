@@ -40,7 +40,7 @@ def run_document(
     """Return the report as JSON data.
 
     Args:
-        num_shown_pictures: Distinct pictures in examples and tables; those on the map of the vectors aren't counted.
+        num_shown_pictures: Distinct pictures in examples, tables and plugins' sections, but not on the map of vectors.
         num_decoded_pictures: Those of them that could be decoded.
     """
     return {

@@ -60,7 +60,7 @@ def remarks_of(report: RunReport, numbers: ReportNumbers) -> list[str]:
     """Return what to know beside the verdict: worse than untrained, caveats, guard sets, the other direction."""
     remarks: list[str] = []
     if report.dev_task and report.kept_step is not None:  # a dev set of its own, whose step 0 is the untrained model
-        warning = worse_than_untrained(report.evaluations, report.metric, report.kept_step)
+        warning = worse_than_untrained(report.evaluations, report.checkpoint_metric, report.kept_step)
         if warning:
             remarks.append(warning)
     remarks += [f"{capitalised(caveat)}." for caveat in report.caveats]

@@ -67,6 +67,7 @@ class RunReport:
     steps: Sequence[Mapping[str, float]]  # rows of metrics.jsonl; a row without a key adds no point to its curve
     evaluations: Sequence[tuple[int, Mapping[str, float]]]  # (step, metrics on the dev set), in order
     dev_task: str = ""  # name of the dev set; "" where it is `task`, with the baseline as step 0
+    dev_metric: str = ""  # metric that chose the checkpoint; "" where it is that of the verdict
     kept_step: int | None = None  # the step of `final`; None where it isn't known
     last_step: int | None = None  # the last step; None where it isn't known
     findings: Sequence[Finding] | None = None  # diagnosis of the training's numbers; None where none was made
@@ -92,6 +93,11 @@ class RunReport:
         return self.verdict.comparison.metric
 
     @property
+    def checkpoint_metric(self) -> str:
+        """Name of the metric that chose the checkpoint: a dev set of another kind than `task` has one of its own."""
+        return self.dev_metric or self.metric
+
+    @property
     def final_verdict(self) -> Verdict:
         """The verdict of the run, not only of `task`: `overall` where there are several test sets, else `verdict`."""
         return self.overall or self.verdict
@@ -100,10 +106,14 @@ class RunReport:
     def evaluation_notes(self) -> list[str]:
         """Notes on what was left out or cut in the evaluations, each sentence once."""
         notes = [*self.task.notes]
-        for result in (self.baseline, self.final, self.bm25):
+        for result in (self.baseline, self.last, self.final, self.bm25):
             if result is not None:
                 notes += result.notes
         if self.reverse is not None:
-            for reversed_result in (self.reverse.baseline, self.reverse.final):
-                notes += [f"Reversed: {note}" for note in reversed_result.notes]
+            for turned in (self.reverse.baseline, self.reverse.last, self.reverse.final):
+                if turned is not None:
+                    notes += [f"Reversed: {note}" for note in turned.notes]
+        for outcome in self.sets[1:]:  # the first is `task`
+            for result in (outcome.baseline, outcome.final):
+                notes += [f"{result.task}: {note}" for note in result.notes]
         return list(dict.fromkeys(notes))  # baseline and final leave out the same queries

@@ -57,6 +57,7 @@ OTHER_SHAPES: dict[str, dict[str, Any]] = {
     "mpnet": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
     "t5": {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0},
+    "gemma2": {**_GROUPED, "attn_logit_softcapping": 0.5},
     "granite": {"num_key_value_heads": 1},
     "olmo2": {"num_key_value_heads": 1},
     "phi3": {"num_key_value_heads": 1, "eos_token_id": 2},

@@ -10,7 +10,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from kit.picture_models import write_picture_model
 from kit.text_models import TEXTS, embed, load, load_any, write_model
-from packing_cases import LENGTHS, OTHER_SHAPES, SHAPES, Reads, build, encode, largest_difference, rows, with_gradients
+from packing_cases import (
+    LENGTHS,
+    OTHER_SHAPES,
+    PAD,
+    SHAPES,
+    Reads,
+    build,
+    encode,
+    largest_difference,
+    rows,
+    with_gradients,
+)
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
@@ -51,6 +62,17 @@ def test_no_call_reads_a_number_back(kind: str, packed: bool, equal: bool) -> No
     with Reads() as reads:
         with_gradients(encode(encoder, features, packed=packed), encoder)
     assert reads.count == 0
+
+
+@pytest.mark.parametrize("kind", ["bert", "qwen3", "mpnet", "gemma2"])
+def test_a_graph_attends_as_the_encoder_does(kind: str) -> None:
+    """MPNet adds the mask to its scores, Gemma 2 caps them: neither runs on torch's attention."""
+    encoder, features = build(kind), rows()
+    wanted = encode(encoder, features, packed=False)
+    ids, width = features.columns["input_ids"], int(features.lengths.max())
+    mask = torch.from_numpy((np.arange(width) < features.lengths[:, None]).astype(np.int64))
+    _, found = encoder.graph()(torch.from_numpy(ids.padded(width, PAD)).long(), mask)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])

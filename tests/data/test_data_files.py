@@ -13,7 +13,7 @@ import pytest
 from kit.rows import Jsonl, load, only, queries, refusal
 
 from vembed.data import lines as lines_module
-from vembed.data.describe import describe
+from vembed.data.describe import describe_source
 from vembed.data.formats import iter_rows
 from vembed.data.keys import Role
 
@@ -223,7 +223,7 @@ def pairs(path: Path) -> list[tuple[object, ...]]:
 
 
 def columns(path: Path) -> str:
-    return describe("p", load(path))["columns"]
+    return describe_source("p", load(path))["columns"]
 
 
 @pytest.mark.parametrize(

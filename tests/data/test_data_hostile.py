@@ -20,6 +20,7 @@ import pytest
 from kit.rows import Jsonl, load, png, queries
 
 from vembed.data import arrow_files, lines, table_writer
+from vembed.data.builtin import hash_of
 from vembed.data.columns import ColumnResolver
 from vembed.data.read import DataSource
 from vembed.entrypoints.command import run_command
@@ -194,6 +195,21 @@ def test_texts_that_repeat_themselves_a_hundredfold_are_read(tmp_path: Path, mon
     assert sum(map(len, rows)) > 40 * len(packed)
     (tmp_path / "t.jsonl.gz").write_bytes(packed)
     assert len(queries(tmp_path / "t.jsonl.gz")) == 4000
+
+
+@pytest.mark.parametrize("name", ["t.jsonl.gz", "t.json.gz", "t.csv.gz"])
+def test_a_gzip_file_that_is_cut_short_names_the_line_up_to_which_it_is_whole(tmp_path: Path, name: str) -> None:
+    rows = [{"query": f"q {hash_of(str(number))}", "positive": "p"} for number in range(3000)]
+    texts = {
+        "t.jsonl.gz": "\n".join(json.dumps(row) for row in rows),
+        "t.json.gz": json.dumps(rows, indent=0).replace('\n"', '"').replace("\n}", "}"),
+        "t.csv.gz": "\n".join(["query,positive", *(f"{row['query']},p" for row in rows)]),
+    }
+    packed = gzip.compress(texts[name].encode())
+    (tmp_path / name).write_bytes(packed[: len(packed) * 9 // 10])
+    found = re.search(r"t\..*gz:(\d+): the gzip data is truncated", refused_by(tmp_path / name))
+    assert found is not None
+    assert 2600 < int(found[1]) < 2800
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.csv", "t.json"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from kit.rows import Jsonl, Paint, load, only, refusal
 
-from vembed.data.describe import describe
+from vembed.data.describe import describe_source, example
 from vembed.data.keys import DataKeys
 from vembed.data.read import DataSource
 from vembed.data.table import LoadedRecords, Record
@@ -247,16 +247,21 @@ def dot(paint: Paint) -> Path:
 
 def test_the_lines_say_how_many_rows_which_columns_and_one_row(jsonl: Jsonl) -> None:
     rows = [{**PETS, "question": f"what purrs {number} " * 9, "x": 1, "y": 2} for number in range(300)]
-    lines = describe("pets.jsonl", load_mapped(jsonl(rows)), parts={"dev": 15})
+    lines = describe_source("pets.jsonl", load_mapped(jsonl(rows)), parts={"dev": 15})
     assert lines["data"] == "300 rows of pets.jsonl: 285 train, 15 dev; 0 hard negatives"
     assert lines["columns"] == "question as query, answer as positive; ignored: x, y"
     shown = ("what purrs 0 " * 9)[:60]
     assert lines["example"] == f"query '{shown}...', positive 'a cat'"
 
 
+def test_whole_numbers_are_shown_whole() -> None:
+    record = Record("q", ("p",), (), None, "r:1", columns={"clicks": 12345678, "weight": 0.5})
+    assert example(record) == "query 'q', positive 'p', clicks 12345678, weight 0.5"
+
+
 def test_what_steers_a_terminal_is_shown(jsonl: Jsonl) -> None:
     path = jsonl([{"query": "\x1b]0;owned\x07", "positive": "p", "\x1b[2J": 1}])
-    assert "\x1b" not in "".join(describe("\x1b[2J", load_mapped(path)).values())
+    assert "\x1b" not in "".join(describe_source("\x1b[2J", load_mapped(path)).values())
 
 
 @pytest.mark.parametrize(
@@ -270,7 +275,7 @@ def test_what_steers_a_terminal_is_shown(jsonl: Jsonl) -> None:
 def test_negatives_are_recognised_by_their_names_and_told(jsonl: Jsonl, names: tuple[str, str]) -> None:
     read = load_mapped(jsonl([{**PETS, names[1]: "b", names[0]: "a"}]))
     assert read.table[0].negatives == ("a", "b")
-    assert "as negatives (by their names)" in describe("p", read)["columns"]
+    assert "as negatives (by their names)" in describe_source("p", read)["columns"]
     (note,) = read.notes
     assert note.startswith("Taken by their names: ")
     assert all(name in note for name in names)
@@ -309,7 +314,7 @@ def test_several_columns_map_to_negatives_as_a_list_or_one_by_one(jsonl: Jsonl) 
     for mapping in ({"negatives": ["b", "a", "c"]}, {"b": "negatives", "a": "negatives", "c": "negatives"}):
         read = load_mapped(path, **mapping)
         assert read.table[0].negatives == ("2", "1")
-        assert "b, a, c as negatives" in describe("p", read)["columns"]
+        assert "b, a, c as negatives" in describe_source("p", read)["columns"]
     with pytest.raises(DataError, match=r"no row of .* has that column"):
         load_mapped(path, negatives=["a", "z"])
 
@@ -328,7 +333,7 @@ def test_a_list_of_columns_is_for_negatives_alone(jsonl: Jsonl) -> None:
 def test_a_file_beside_a_caption_is_its_picture(jsonl: Jsonl, dot: Path, name: str, caption: str) -> None:
     read = load_mapped(jsonl([{name: dot.name, caption: "a dot"}]))
     assert (read.table[0].query, read.table[0].positives[0].path) == ("a dot", str(dot))  # type: ignore[union-attr]
-    assert f"{name} as positive_image (by its name)" in describe("p", read)["columns"]
+    assert f"{name} as positive_image (by its name)" in describe_source("p", read)["columns"]
 
 
 def test_a_file_beside_a_pair_of_texts_or_a_named_picture_is_ignored(jsonl: Jsonl, dot: Path) -> None:
@@ -351,7 +356,7 @@ def test_a_title_goes_before_the_text_of_a_document(jsonl: Jsonl, document: str,
     read = load_mapped(jsonl([{"query": "q", document: "d", "title": "T"}]))
     assert read.table[0].positives == (text,)
     told = "title put before the positive (by its name)" if text == "T d" else "; ignored: title"
-    assert told in describe("p", read)["columns"]
+    assert told in describe_source("p", read)["columns"]
     assert load_mapped(jsonl([{"query": "q", document: "d", "title": "T"}]), title=None).table[0].positives == ("d",)
 
 

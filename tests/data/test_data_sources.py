@@ -108,6 +108,28 @@ def test_offline_without_a_cached_copy_says_how_to_get_one(tmp_path: Path) -> No
     assert "hf download owner/no-such-set --repo-type dataset" in out
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("builtin:toy", "no built-in data set 'toy'"), ("sop:/nosuch", "--data: sop:/nosuch: there is no folder /nosuch")],
+)
+def test_a_set_that_is_not_there_is_told_without_reading_and_by_the_option_that_named_it(
+    path: str, reason: str
+) -> None:
+    source = DataSource(path, "test", user_names=("--data", "--split"))
+    with pytest.raises(DataError, match=reason):
+        source.refuse_missing()
+    with pytest.raises(DataError, match=reason):
+        list(source.documents())
+
+
+def test_a_set_in_the_present_folder_has_the_name_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "colours", "ab")
+    monkeypatch.chdir(tmp_path / "colours")
+    assert DataSource(".", "test").judged().name == "colours"
+
+
 # Folders that `datasets` saved, and lists of files that are one source
 
 

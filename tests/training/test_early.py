@@ -85,6 +85,9 @@ def test_rows_that_may_be_dropped_and_columns_of_later_files_are_not_judged_earl
     (data.parent / "parts" / "0.csv").write_text("query,positive\na,b\n")
     (data.parent / "parts" / "1.csv").write_text("query,positive,extra\na,b,c\n")
     refuse_wrong_inputs(configured(data.parent / "parts", column_mapping={"extra": None}))
+    (data.parent / "parts" / "0.csv").write_text("foo,bar\na,b\n")
+    dropping = {"skip_invalid_records": True, "column_mapping": {"extra": None}}
+    refuse_wrong_inputs(configured(data.parent / "parts", **dropping))
 
 
 def with_pictures(folder: Path, layout: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from vembed.data.lines import MAX_COLUMNS, Unreadable, repeated
+from vembed.data.raw_rows import MAX_COLUMNS, Unreadable, repeated
 from vembed.errors import DataError
 from vembed.files import open_regular
 from vembed.text import quoted, show_bytes
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from vembed.data.lines import RawRow, Wanted
+    from vembed.data.raw_rows import RawRow, Wanted
 
 BATCH_ROWS = 64
 """Rows that are Python objects at a time: each may hold pictures, or a text that is stored once."""

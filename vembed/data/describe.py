@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vembed.batch import Composed, Image, pictures_in
+from vembed.batch import Composed, pictures_in
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.redact import redact
 from vembed.text import cut, plural, quoted
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vembed.data.table import LoadedRecords, Record
 
 
-def describe(path: str, loaded: LoadedRecords, *, parts: Mapping[str, int] | None = None) -> dict[str, str]:
+def describe_source(path: str, loaded: LoadedRecords, *, parts: Mapping[str, int] | None = None) -> dict[str, str]:
     """Return lines on what was read, by label: "data", "columns" (where the source has any) and "example".
 
     Args:
@@ -46,7 +46,7 @@ def example(record: Record) -> str:
         if isinstance(item, str):
             return quoted(" ".join(item[:200].split()))
         pictures = list(pictures_in([item]))
-        words = f"picture {quoted(pictures[0].path)}" if isinstance(item, Image) or len(pictures) == 1 else "pictures"
+        words = f"picture {quoted(pictures[0].path)}" if len(pictures) == 1 else "pictures"
         return f"{words} with {quoted(item.text)}" if isinstance(item, Composed) and item.text else words
 
     parts = [f"query {shown(record.query)}"]
@@ -60,5 +60,5 @@ def example(record: Record) -> str:
         parts.append("scores " + ", ".join(f"{score:g}" for score in record.scores[:5]))
     for name, number in record.columns.items():
         if (name, number) != (WEIGHT_COLUMN.name, WEIGHT_COLUMN.default):  # a row that counts once needs no word
-            parts.append(f"{cut(name, 40)} {number:g}")
+            parts.append(f"{cut(name, 40)} {number if isinstance(number, int) else format(number, 'g')}")
     return ", ".join(parts)

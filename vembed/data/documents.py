@@ -21,7 +21,8 @@ from vembed.data.check import Fault, ProblemLog, checked_id, document_item, docu
 from vembed.data.columns import closest, listing
 from vembed.data.formats import SHARD_SUFFIX, iter_rows, row_suffixes
 from vembed.data.images import PictureFault, content_name
-from vembed.data.lines import Unreadable, text_rows
+from vembed.data.lines import text_rows
+from vembed.data.raw_rows import Unreadable
 from vembed.data.row_files import nearest_entry
 from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder

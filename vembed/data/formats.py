@@ -5,8 +5,8 @@ Rows are (line, columns) pairs, read a few at a time, so that memory doesn't gro
 read is an `Unreadable`, a plain sentence, in place of a dictionary: the caller's policy decides. What makes the rest of
 the file unreadable is a `DataError` with file:line.
 
-Each format is read in a file of its own: lines.py (JSONL), json_lists.py, text_tables.py (CSV, TSV), arrow_files.py
-(Parquet, Arrow), tar_shards.py.
+Each format is read in a file of its own: json_lines.py (JSONL), json_lists.py, text_tables.py (CSV, TSV),
+arrow_files.py (Parquet, Arrow), tar_shards.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from vembed.data.arrow_files import arrow_rows, parquet_rows
+from vembed.data.json_lines import jsonl_rows
 from vembed.data.json_lists import json_rows
-from vembed.data.lines import RawRow, Unreadable, jsonl_rows, numbered_lines, os_errors_named, row_of
+from vembed.data.lines import numbered_lines, os_errors_named
+from vembed.data.raw_rows import RawRow, Unreadable, row_of
 from vembed.data.tar_shards import shard_rows
 from vembed.data.text_tables import table_rows
 from vembed.errors import ConfigError, DataError
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from vembed.data.lines import Wanted
+    from vembed.data.raw_rows import Wanted
 
     PluginRows: TypeAlias = Callable[[Path], Iterable[tuple[int, dict[str, Any] | str]]]
 

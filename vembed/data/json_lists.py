@@ -7,14 +7,16 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from vembed.data import lines  # the module, not its limit: tests lower `lines.MAX_LINE_BYTES`
-from vembed.data.lines import first_visible_byte, jsonl_rows, numbered_lines, pieces, row_of, too_long, unique_keys
+from vembed.data.json_lines import jsonl_rows, unique_keys
+from vembed.data.lines import first_visible_byte, numbered_lines, pieces, too_long
+from vembed.data.raw_rows import row_of
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from vembed.data.lines import RawRow
+    from vembed.data.raw_rows import RawRow
 
 
 def json_rows(path: Path) -> Iterator[RawRow]:

@@ -26,7 +26,8 @@ from vembed.data.columns import listing
 from vembed.data.formats import iter_rows
 from vembed.data.images import content_name
 from vembed.data.keys import PATH_KEYS, SPLIT_NAMES, Role, missing_split, split_for
-from vembed.data.lines import Unreadable, numbered_lines
+from vembed.data.lines import numbered_lines
+from vembed.data.raw_rows import Unreadable
 from vembed.errors import DataError
 from vembed.files import is_file, is_folder
 from vembed.text import plural, quoted
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from vembed.batch import Item, Modality
     from vembed.data.columns import ExtraColumn
     from vembed.data.images import ImageRoot
-    from vembed.data.lines import RawRow
+    from vembed.data.raw_rows import RawRow
     from vembed.data.table import RecordTable
 
 PairKind: TypeAlias = Literal["grade", "pair"]

@@ -1,44 +1,31 @@
-"""Read a text file in bounded memory: as numbered lines, as one text piece by piece, or as rows of JSONL.
+"""Read a text file in bounded memory: as numbered lines, in blocks of them, or as one text piece by piece.
 
-1. A file, unpacked where it is gzip, is read in blocks of a few MiB that end where a line ends (`line_blocks`). What no
-   honest set does ends the reading with a `DataError`, in place of hours or gigabytes: a line of over 64 MiB, a million
-   blank lines in a row, a gzip file that unpacks to 200 times its size.
-2. JSONL is read line by line (`jsonl_rows`), where an `Unreadable` stands in place of a row that can't be read; or a
-   block at once where all of its lines are alike (`rows_alike`), in a fraction of the time.
+A file, unpacked where it is gzip, is read in blocks of a few MiB that end where a line ends (`line_blocks`). What no
+honest set does ends the reading with a `DataError`, in place of hours or gigabytes: a line of over 64 MiB, a million
+blank lines in a row, a gzip file that unpacks to 200 times its size. JSON is decoded in json_lines.py.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
-import json
 import zlib
 from codecs import getincrementaldecoder
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
+from vembed.data.raw_rows import Unreadable
 from vembed.errors import DataError, MachineError
 from vembed.files import open_regular
-from vembed.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
-    Wanted: TypeAlias = Callable[[Sequence[str]], Sequence[str]]
-    """Given the columns of a columnar file, returns those to read; the default `list` wants all columns."""
+    from vembed.data.raw_rows import RawRow
 
-
-class Unreadable(str):
-    """Reason why a row can't be read, in words; it stands in place of the row."""
-
-    __slots__ = ()
-
-
-RawRow: TypeAlias = tuple[int, dict[str, Any] | Unreadable]
-"""(line counted from 1, column name -> value)."""
 
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line, row of CSV, or object of JSON: a binary file without line ends must not be read into memory whole."""
@@ -48,12 +35,6 @@ MAX_BLANK_LINES = 1_000_000
 
 MAX_GZIP_RATIO, GZIP_FREE_BYTES = 200, 4 * 2**20
 """Most bytes out of a gzip file for each byte in it, beyond the first few: texts reach 3 to 20, gzip itself 1,032."""
-
-MAX_COLUMNS = 10_000
-"""Most columns of a row."""
-
-MAX_OBJECT_CHARACTERS = 512 * 2**20
-"""Longest file that is one JSON object: it is read as a whole."""
 
 PIECE_BYTES, BLOCK_BYTES = 2**20, 4 * 2**20
 """Bytes that are read at a time: of one text, and of lines."""
@@ -149,6 +130,20 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         yield from block.numbered()
 
 
+def text_rows(path: Path) -> Iterator[RawRow]:
+    """Yield the lines of a text file (possibly .gz) as rows of one column `text`, without white space at their ends.
+
+    Raises:
+        DataError: The file can't be read on.
+        MachineError: The operating system refuses to read it.
+    """
+    for number, line in numbered_lines(path):
+        try:
+            yield number, {"text": line.decode().strip()}
+        except UnicodeDecodeError as error:
+            yield number, Unreadable(f"invalid UTF-8 at byte {error.start + 1} of the line")
+
+
 # --- One text
 
 
@@ -163,13 +158,14 @@ def pieces(path: Path) -> Iterator[str]:
     line = 1
     try:
         with os_errors_named(path), _opened(path) as handle:
-            piece = _without_bom(handle.read(PIECE_BYTES), path)
+            # read1, as in `line_blocks`: read would lose what was unpacked before a broken byte.
+            piece = _without_bom(handle.read1(PIECE_BYTES), path)
             while piece:
                 text = decoder.decode(piece)  # keeps back a character that the piece cuts in two
                 line += text.count("\n")
                 if text:
                     yield text
-                piece = handle.read(PIECE_BYTES)
+                piece = handle.read1(PIECE_BYTES)
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         line += error.object.count(b"\n", 0, error.start)
@@ -187,136 +183,12 @@ def first_visible_byte(path: Path) -> bytes:
     """
     try:
         with os_errors_named(path), _opened(path) as handle:
-            piece = _without_bom(handle.read(PIECE_BYTES), path)
+            piece = _without_bom(handle.read1(PIECE_BYTES), path)
             while piece.isspace():
-                piece = handle.read(PIECE_BYTES)
+                piece = handle.read1(PIECE_BYTES)
             return piece.lstrip()[:1]
     except _BROKEN_GZIP as error:
         raise _broken_gzip(f"{path.name}:1", error) from error
-
-
-# --- Rows of JSON
-
-
-def jsonl_rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[RawRow]:
-    """Yield one row per numbered line that is not blank."""
-    decode = json.JSONDecoder(object_pairs_hook=unique_keys).decode
-    for number, line in lines:
-        try:
-            text = line.decode()
-        except UnicodeDecodeError as error:
-            yield number, Unreadable(f"invalid UTF-8 at byte {error.start + 1} of the line")
-            continue
-        if not text.strip():
-            continue
-        try:
-            yield number, row_of(decode(text))
-        except json.JSONDecodeError as error:
-            yield number, Unreadable(f"bad JSON: {error.msg} at character {error.pos + 1}")
-        except ValueError as error:
-            yield number, Unreadable(f"bad JSON: {error}")
-        except RecursionError:
-            yield number, Unreadable("bad JSON: nested too deeply")
-
-
-def rows_alike(block: LineBlock) -> list[dict[str, Any]] | None:
-    """Return a row of JSONL for each line of a block where all can be read and have the same columns in the same order.
-
-    None leaves the block to `jsonl_rows`, which looks at each line and words the errors.
-    """
-    if len(block.data) > MAX_LINE_BYTES:
-        return None
-    rows: list[dict[str, Any]] = []
-    # The C scanner itself, without the two regular expressions for white space that `decode` runs on every line.
-    at, scan = 0, cast("Any", json.JSONDecoder(object_pairs_hook=unique_keys)).scan_once
-    try:
-        text = block.data.decode()
-        text += "" if text.endswith("\n") else "\n"
-        while at < len(text):
-            row, at = scan(text, at)
-            rows.append(row)
-            # The line has to end right behind its object: white space there is left to `jsonl_rows`, as all else.
-            if text[at] != "\n":
-                if text[at : at + 2] != "\r\n":
-                    return None
-                at += 1
-            at += 1
-    except (ValueError, RecursionError, StopIteration):
-        return None
-    num_lines = block.num_ends + (not block.data.endswith(b"\n"))
-    if {*map(type, rows)} != {dict} or len(rows) != num_lines:  # a row may span lines
-        return None
-    return rows if len({*map(tuple, rows)}) == 1 and len(rows[0]) <= MAX_COLUMNS else None
-
-
-def text_rows(path: Path) -> Iterator[RawRow]:
-    """Yield the lines of a text file (possibly .gz) as rows of one column `text`, without white space at their ends.
-
-    Raises:
-        DataError: The file can't be read on.
-        MachineError: The operating system refuses to read it.
-    """
-    for number, line in numbered_lines(path):
-        try:
-            yield number, {"text": line.decode().strip()}
-        except UnicodeDecodeError as error:
-            yield number, Unreadable(f"invalid UTF-8 at byte {error.start + 1} of the line")
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """Return the one JSON object that a file holds, read as a whole.
-
-    Raises:
-        DataError: It is no JSON, no object, or too long.
-        MachineError: The operating system refuses to read the file.
-    """
-    parts, left = [], MAX_OBJECT_CHARACTERS
-    for piece in pieces(path):
-        parts.append(piece)
-        left -= len(piece)
-        if left < 0:
-            raise DataError(f"{path.name}: over {MAX_OBJECT_CHARACTERS:,} characters in one JSON object")
-    try:
-        value = json.JSONDecoder(object_pairs_hook=unique_keys).decode("".join(parts))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path.name}:{error.lineno}: bad JSON: {error.msg} at character {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise DataError(f"{path.name}: bad JSON: {reason}") from error
-    if type(value) is not dict:
-        raise DataError(f"{path.name}: expected a JSON object, got {type(value).__name__}")
-    return value
-
-
-def row_of(value: object) -> dict[str, Any] | Unreadable:
-    """Return a value of JSON as a row, or why it is none."""
-    if type(value) is not dict:
-        return Unreadable(f"expected a JSON object, got {type(value).__name__}")
-    if len(value) > MAX_COLUMNS:
-        return Unreadable(f"{len(value):,} columns, and a row has at most {MAX_COLUMNS:,}")
-    return value
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dictionary.
-
-    Raises:
-        ValueError: A key is given twice; Python's own decoder would keep the last value without a word.
-    """
-    row = dict(pairs)
-    if len(row) != len(pairs):
-        raise ValueError(f"the key {quoted(repeated(key for key, _ in pairs))} is given twice in one object")
-    return row
-
-
-def repeated(names: Iterable[str]) -> str:
-    """Return the first name that comes twice, an empty string where none does."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return ""
 
 
 # --- Errors, and how a file is opened
@@ -357,7 +229,7 @@ class _Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader gives
-        filled, data = 0, b"?"
+        filled, data = 0, b"?"  # any bytes but none: `data` is empty at the end of the file
         while data and filled < len(buffer) and not self._broken:
             try:
                 # Not `readinto`, which loses what it unpacked before the broken byte: those lines are read first, so

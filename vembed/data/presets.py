@@ -73,10 +73,18 @@ class PresetPath(NamedTuple):
         preset, split, source = self._opened(wanted, log)
         return preset.load_retrieval(source, split)
 
-    def _opened(self, wanted: DataSource, log: ProblemLog) -> tuple[Preset, str, PresetSource]:
-        """Return the set, the split to read (the one asked for, or that of the role), and its folder."""
+    def refuse_missing(self, wanted: DataSource) -> None:
+        """Refuse a set whose folder isn't there.
+
+        Raises:
+            DataError: There is no such folder.
+        """
         if not is_folder(self.folder):
             raise DataError(f"{wanted.path_key}: {self.label}: there is no folder {self.folder}")
+
+    def _opened(self, wanted: DataSource, log: ProblemLog) -> tuple[Preset, str, PresetSource]:
+        """Return the set, the split to read (the one asked for, or that of the role), and its folder."""
+        self.refuse_missing(wanted)
         preset: Preset = PRESETS.load(self.name)
         role = wanted.role if wanted.split is None else role_of(wanted.split)
         split = wanted.split if wanted.split in preset.splits else None

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vembed.batch import ImageLimits, modality_of
-from vembed.data.builtin import load_builtin, load_builtin_retrieval
+from vembed.data.builtin import find_builtin, load_builtin, load_builtin_retrieval
 from vembed.data.check import ProblemLog
 from vembed.data.columns import ColumnResolver
 from vembed.data.documents import Corpus
@@ -34,8 +34,9 @@ from vembed.data.formats import iter_rows
 from vembed.data.images import ImageRoot
 from vembed.data.judged import is_beir, read_beir, task_from_records
 from vembed.data.keys import BUILTIN_PREFIX, PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, DataKeys
-from vembed.data.lines import Unreadable, os_errors_named
+from vembed.data.lines import os_errors_named
 from vembed.data.presets import preset_path
+from vembed.data.raw_rows import Unreadable
 from vembed.data.row_files import hub_rows, hub_split, row_files
 from vembed.data.row_loader import FIRST_ROWS, RowLoader, SourceChecker, refuse_unlearnable
 from vembed.data.table import LoadedRecords, Record
@@ -133,7 +134,7 @@ class DataSource:
         """Name for a table of results: "stdlib-code/dev", "dev.jsonl", "owner/name/test"."""
         if self.kind == "builtin":
             return f"{self._builtin_name}/{self._builtin_split}"
-        name = Path(self.path).name if os.path.lexists(self._local) else self.path
+        name = self._local.absolute().name if os.path.lexists(self._local) else self.path  # "." has no name itself
         return f"{name}/{self.split}" if self.split else name
 
     @property
@@ -189,18 +190,25 @@ class DataSource:
     # --- A first look
 
     def refuse_missing(self) -> None:
-        """Refuse a path where no file is, or one that can't be opened, without reading any.
+        """Refuse a path where nothing is, or a file that can't be opened, without reading any; the hub isn't asked.
 
         Raises:
-            DataError: Nothing is there, files of several kinds are, or there is no such split.
+            DataError: Nothing is there, files of several kinds are, or there is no such set or split.
             MachineError: The system refuses to open a file.
         """
+        if self.kind == "builtin":
+            find_builtin(self._builtin_name, self._builtin_split)
+        if self.preset is not None:
+            self.preset.refuse_missing(self)
         for file in self.files:
             with os_errors_named(file):
                 file.open("rb").close()
 
     def peek(self) -> tuple[ColumnsRead, frozenset[Modality]]:
-        """Refuse local files whose first rows already show what `records` would refuse.
+        """Refuse local files whose first rows show that `records` would refuse the source for its columns.
+
+        Wrong values and unclear labels are left to `records`, which lists those of all rows. Only the first file is
+        looked at.
 
         Returns:
             How the columns are read, and the modalities of the first items. Of other kinds than local files no row is
@@ -227,7 +235,7 @@ class DataSource:
         return checker.resolver.summary(), frozenset(modalities)
 
     def raw_rows(self, count: int) -> list[dict[str, object]]:
-        """Return the first rows of local files as they are written, without those that can't be read.
+        """Return the first rows of the first local file as they are written, without those that can't be read.
 
         Raises:
             VembedError: As `records`.
@@ -289,7 +297,7 @@ class DataSource:
         # A corpus has no columns or labels of training rows, and its split is that of "test", whatever this source's
         # role and split are: of the keys, only those of pictures count.
         keys = DataKeys(image_root=self.keys.image_root, max_image_pixels=self.keys.max_image_pixels)
-        source = DataSource(self.path, "test", keys)
+        source = DataSource(self.path, "test", keys, user_names=(self.path_key, self.split_key))
         return Corpus(source, id_column=id_column, text_column=text_column, image_column=image_column)
 
     # --- Rows to train on
@@ -311,7 +319,7 @@ class DataSource:
             return kept_or_read(self.files, self, self.extra_columns, self._load_files)
         return self._load_set()
 
-    def records_for_report(self, problems: ProblemLog, folder: Path) -> LoadedRecords:
+    def records_with_problems(self, problems: ProblemLog, folder: Path) -> LoadedRecords:
         """Read, check and collect the rows as `records` does, for a report on the invalid ones.
 
         Args:
@@ -337,7 +345,7 @@ class DataSource:
         """Read a source that isn't local files into memory."""
         match self.kind:
             case "published":
-                assert self.preset is not None
+                assert self.preset is not None  # that is what makes the kind "published"
                 return self._finish_fixed(self.preset.records(self, self.new_log() if problems is None else problems))
             case "builtin":
                 return self._load_builtin(problems)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.data.columns import closest
 from vembed.data.formats import row_suffixes, suffix_of
+from vembed.data.json_lines import json_object
 from vembed.data.judged import is_beir
 from vembed.data.keys import SPLIT_NAMES, missing_split, split_for
-from vembed.data.lines import json_object, os_errors_named
+from vembed.data.lines import os_errors_named
 from vembed.data.presets import preset_hint
 from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder, listed_paths
@@ -23,7 +24,7 @@ from vembed.text import cut, first_line, plural
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from vembed.data.lines import RawRow
+    from vembed.data.raw_rows import RawRow
     from vembed.data.read import DataSource
 
 SHARD = re.compile(r"(?P<split>.+?)([-_.]\d+(-of-\d+)?)?")

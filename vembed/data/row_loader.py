@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from vembed import collector_paused
 from vembed.data.check import Fault, RowChecker, UnclearLabels, block_of_texts
 from vembed.data.formats import JSONL, format_of, iter_rows
-from vembed.data.lines import Unreadable, jsonl_rows, line_blocks, rows_alike
+from vembed.data.json_lines import jsonl_rows, rows_alike
+from vembed.data.lines import line_blocks
+from vembed.data.raw_rows import Unreadable
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
 from vembed.data.text_tables import table_form, table_rows
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from vembed.data.check import Fields, ProblemLog
     from vembed.data.columns import ColumnResolver, LossNeeds
     from vembed.data.images import ImageRoot
-    from vembed.data.lines import RawRow
+    from vembed.data.raw_rows import RawRow
     from vembed.data.read import DataSource
     from vembed.data.table import Record, RecordTable
 
@@ -76,8 +78,15 @@ class SourceChecker:
         self._row_checker: RowChecker
 
     def open_file(self, file: Path) -> Iterable[RawRow]:
-        """Begin a local file, and return its rows to be checked; columnar files give only the columns that are read."""
+        """Begin a local file, and return its rows to be checked; columnar files give only the columns that are read.
+
+        Raises:
+            DataError: How a table's cells are told apart isn't clear, or `image_root` doesn't exist.
+            MachineError: The system refuses to read the file.
+        """
         images = self._source.images(file.parent)
+        # The form of a table is found here and handed on: `iter_rows` would find it again, which reads a table with
+        # tabs whole, and it doesn't give the words for the plan.
         form = table_form(file) if format_of(file).cells_are_text else None
         if form is not None and (words := form.unusual(file)):
             self.resolver.note_table(words)
@@ -110,7 +119,11 @@ class SourceChecker:
         self.num_rows += count
 
     def check_row(self, line: int, row: dict[str, Any] | Unreadable) -> Fields | None:
-        """Return the content of a row, every value checked; None for an invalid row, which goes to the log."""
+        """Return the content of a row, every value checked; None for an invalid row, which goes to the log.
+
+        Raises:
+            DataError: Two columns of the row stand for one, which no policy drops.
+        """
         self.num_rows += 1
         where = f"{self.file}:{line}"
         if isinstance(row, Unreadable):
@@ -137,7 +150,7 @@ class SourceChecker:
         self.log.add(where, reason, column=fault.column, may_drop=not fault.escapes)
 
     def judge_first_rows(self, name: str, *, is_only_file: bool) -> None:
-        """Refuse a source whose first rows show that `judge` would.
+        """Refuse a source whose first rows show that `judge` would, for its columns or as it is empty; values can wait.
 
         Args:
             name: The file, for the error.
@@ -149,8 +162,9 @@ class SourceChecker:
             raise DataError(f"{name} holds no rows")
         if is_only_file and all_columns_seen:
             self.resolver.check_mapping(name, trains=self._source.role == "train")
-        # Where invalid rows may be dropped, later rows of JSONL may still have the column; those of a table can't.
-        if self.log.refused or self._is_table:
+        # Where invalid rows may be dropped, later rows of JSONL or another file may still have the column; the later
+        # rows of a table can't, as its header names all columns.
+        if self.log.refused or (self._is_table and is_only_file):
             self._check_missing(name if all_columns_seen else f"the first {FIRST_ROWS} rows of {name}")
 
     def judge(self, name: str, num_kept: int) -> None:
@@ -159,6 +173,9 @@ class SourceChecker:
         Args:
             name: The source, for the error.
             num_kept: Rows of the table.
+
+        Raises:
+            DataError: With the most general cause.
         """
         # The most general cause first: no rows, a misspelt mapping, a column that all rows lack, unclear labels, too
         # many invalid rows, no valid row.
@@ -288,6 +305,9 @@ class RowLoader:
         Args:
             source_name: For errors.
             notes: Sentences that come before those on invalid rows and ignored columns.
+
+        Raises:
+            DataError: As `SourceChecker.judge` and `refuse_unlearnable`.
         """
         checker = self.checker
         checker.judge(source_name, len(self._writer))

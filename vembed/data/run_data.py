@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id
-from vembed.data.describe import describe, example
+from vembed.data.describe import describe_source, example
 from vembed.data.hold_out import ENOUGH_QUERIES, divide, held_out_task, hold_out, resolution_notes
 from vembed.data.keys import listed
 from vembed.data.overlap import JudgedSets
@@ -330,7 +330,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, divides: bool = False, los
     per_source = {use: np.bincount(rows, minlength=len(parts)).tolist() for use, rows in untrained.items()}
     for number, (path, part) in enumerate(zip(paths, parts, strict=True)):
         end = f" {number + 1}" if len(parts) > 1 else ""  # the labels of several sources are numbered
-        lines = describe(path, part, parts={use: rows[number] for use, rows in per_source.items()})
+        lines = describe_source(path, part, parts={use: rows[number] for use, rows in per_source.items()})
         descriptions |= {f"{label}{end}": line for label, line in lines.items()}
     return RunData(
         records=records,

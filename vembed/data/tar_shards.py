@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.data import lines
-from vembed.data.lines import MAX_COLUMNS, Unreadable, unique_keys
+from vembed.data.json_lines import unique_keys
+from vembed.data.raw_rows import MAX_COLUMNS, Unreadable
 from vembed.errors import DataError, MachineError
 from vembed.files import open_regular
 from vembed.text import quoted
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from vembed.data.lines import RawRow
+    from vembed.data.raw_rows import RawRow
 
 BLOCK_BYTES = tarfile.BLOCKSIZE
 PIECE_BYTES = 2**20

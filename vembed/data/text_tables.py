@@ -13,14 +13,15 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.data import lines  # the module, not its limit: tests lower `lines.MAX_LINE_BYTES`
-from vembed.data.lines import MAX_COLUMNS, Unreadable, numbered_lines, repeated, too_long
+from vembed.data.lines import numbered_lines, too_long
+from vembed.data.raw_rows import MAX_COLUMNS, Unreadable, repeated
 from vembed.errors import DataError
 from vembed.text import plural, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vembed.data.lines import RawRow
+    from vembed.data.raw_rows import RawRow
 
 DELIMITERS = {"\t": "tabs", ";": "semicolons", ",": "commas", "|": "pipes"}
 """Characters that may stand between cells, and their names in messages."""

@@ -69,7 +69,7 @@ def _run(given: Mapping[str, Any], words: Sequence[str], watchdog: Watchdog) -> 
     from vembed.data.read import DataSource
 
     # A path that leads nowhere is told before torch is imported, which takes seconds.
-    DataSource(options.data, "test").documents()
+    DataSource(options.data, "test", user_names=("--data", "--split")).documents()
 
     def clean() -> None:
         from vembed.workflows.search.build import clean_killed

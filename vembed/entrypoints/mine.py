@@ -131,7 +131,7 @@ def _mine(
         alone = len(rows_without_positives(output, loaded.table, lists_grades=options.label_kind == "grade"))
         corpus = None
         if options.corpus is not None:
-            documents = DataSource(options.corpus, "train", source.keys).documents()
+            documents = DataSource(options.corpus, "train", source.keys, user_names=("--corpus", "--split")).documents()
             corpus = corpus_items(document.item for document in documents)
         task = MiningTask.of(loaded.table, corpus)
     with timed(seconds, "load model"):

@@ -42,7 +42,7 @@ def load_data(config: Config) -> RunData:
     needs_dev = chooses or config.test_data_path is None
     data = load_run_data(config, needs_dev=needs_dev, divides=chooses, loss=config.loss_needs())
     if config.mine_corpus is not None:
-        corpus = DataSource(config.mine_corpus, "train", config).documents()
+        corpus = DataSource(config.mine_corpus, "train", config, user_names=("mine_corpus", "mine_corpus")).documents()
         data = data.with_corpus(corpus_items(document.item for document in corpus))
     if config.mine == "never":
         _refuse_missing_negatives(config, data)

@@ -173,7 +173,7 @@ def _refuse_wrong_data(config: Config, modalities: dict[str, frozenset[Modality]
     _refuse_all(source.refuse_missing for source in sources)
     _refuse_all(partial(look, source) for source in sources)
     if config.mine_corpus is not None:
-        DataSource(config.mine_corpus, "train", config).documents()
+        DataSource(config.mine_corpus, "train", config, user_names=("mine_corpus", "mine_corpus")).documents()
 
 
 def _refuse_unread(config: Config, modalities: Mapping[str, Collection[Modality]]) -> None:

@@ -71,7 +71,7 @@ def load_builtin(name: str, split: str) -> Rows:
         DataError: There is no such set or split.
         MachineError: What the set is made from is not installed.
     """
-    builtin, role = _find(name, split)
+    builtin, role = find_builtin(name, split)
     return builtin.rows(role)
 
 
@@ -81,11 +81,16 @@ def load_builtin_retrieval(name: str, split: str) -> RetrievalData | None:
     Raises:
         DataError: There is no such set or split.
     """
-    builtin, role = _find(name, split)
+    builtin, role = find_builtin(name, split)
     return None if builtin.retrieval is None else builtin.retrieval(role)
 
 
-def _find(name: str, split: str) -> tuple[BuiltinSet, Role]:
+def find_builtin(name: str, split: str) -> tuple[BuiltinSet, Role]:
+    """Return a set, and the role that a split serves.
+
+    Raises:
+        DataError: There is no such set or split.
+    """
     if name not in DATASETS:
         names = DATASETS.names()
         msg = f"no built-in data set {name!r}{closest(name, names)}; there are: {', '.join(names)}"

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vembed.batch import Composed
 from vembed.data.check import text_fault
 from vembed.data.formats import iter_rows
+from vembed.data.json_lines import json_object
 from vembed.data.judged import RetrievalData
-from vembed.data.lines import Unreadable, json_object
 from vembed.data.presets import Preset
+from vembed.data.raw_rows import Unreadable
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError

@@ -22,9 +22,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.data.check import encoding_fault, text_fault
+from vembed.data.json_lines import json_object
 from vembed.data.judged import RetrievalData
-from vembed.data.lines import Unreadable, json_object, text_rows
+from vembed.data.lines import text_rows
 from vembed.data.presets import Preset
+from vembed.data.raw_rows import Unreadable
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError

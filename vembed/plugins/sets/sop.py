@@ -23,8 +23,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.data.judged import RetrievalData
-from vembed.data.lines import Unreadable, text_rows
+from vembed.data.lines import text_rows
 from vembed.data.presets import Preset
+from vembed.data.raw_rows import Unreadable
 from vembed.data.table import LoadedRecords
 from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError

@@ -163,7 +163,7 @@ class Source:
         # Training stops at `max_invalid_records`; a check reads on, and counts every broken row by kind.
         problems = AllProblems()
         try:
-            loaded = data.records_for_report(problems, folder)
+            loaded = data.records_with_problems(problems, folder)
         except DataError as error:
             if not problems.count:
                 raise

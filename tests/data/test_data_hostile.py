@@ -198,7 +198,10 @@ def test_texts_that_repeat_themselves_a_hundredfold_are_read(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("name", ["t.jsonl.gz", "t.json.gz", "t.csv.gz"])
-def test_a_gzip_file_that_is_cut_short_names_the_line_up_to_which_it_is_whole(tmp_path: Path, name: str) -> None:
+def test_a_gzip_file_that_is_cut_short_names_the_line_up_to_which_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(lines, "PIECE_BYTES", 2**14)
     rows = [{"query": f"q {hash_of(str(number))}", "positive": "p"} for number in range(3000)]
     texts = {
         "t.jsonl.gz": "\n".join(json.dumps(row) for row in rows),

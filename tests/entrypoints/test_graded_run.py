@@ -84,6 +84,18 @@ def test_sets_of_different_kinds_stand_beside_each_other(graded: dict[str, Any],
 
 
 @pytest.mark.slow
+def test_a_dev_set_of_another_kind_than_the_test_set_chooses_by_its_own_metric(
+    graded: dict[str, Any], site: Site, tmp_path: Path
+) -> None:
+    outcome = run_keys(tmp_path, site.keys(**graded | {"test_data_path": str(site.test), "max_steps": 4}))
+    assert outcome.code == 0, outcome.err
+    assert "ndcg@10" in outcome.last_line
+    report = (outcome.folder / "report" / "report.md").read_text("utf-8")
+    assert "Final is the model of step 4, the last and also the best" in report
+    assert "Dev spearman" in report
+
+
+@pytest.mark.slow
 def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
     graded: dict[str, Any], whole: Outcome, site: Site, tmp_path: Path
 ) -> None:

@@ -24,9 +24,15 @@ import vembed
 from vembed.batch import Image
 from vembed.data.judged import RetrievalData
 from vembed.errors import MachineError
-from vembed.evaluation.judge import Comparison, Verdict, compare, mean_interval, verdict
+from vembed.evaluation.judge import Comparison, SetOutcome, Verdict, compare, mean_interval, verdict
 from vembed.evaluation.report import run_report
-from vembed.evaluation.report.comparison import best_dev_step, forward_comparisons, systems_note, verdict_decimals
+from vembed.evaluation.report.comparison import (
+    best_dev_step,
+    forward_comparisons,
+    sets_table,
+    systems_note,
+    verdict_decimals,
+)
 from vembed.evaluation.report.curves import run_curves
 from vembed.evaluation.report.examples import choose_examples
 from vembed.evaluation.report.inputs import Finding, Reverse
@@ -34,6 +40,7 @@ from vembed.evaluation.report.run_report import build_page, write_report
 from vembed.evaluation.results import EvaluationResult
 from vembed.pages.html import render_html
 from vembed.pages.markdown import render_markdown
+from vembed.pages.page import Cell, Code, Figure, Section, Table
 from vembed.pages.terminal import render_terminal
 from vembed.pages.write import render_json, write_page
 from vembed.registry import Registry
@@ -274,6 +281,26 @@ def test_columns_name_the_checkpoints_and_a_sentence_tells_them_apart() -> None:
         assert ("worse than the untrained one" in markdown(given)) == told
 
 
+def test_what_stands_in_for_a_broken_best_checkpoint_is_not_called_the_best() -> None:
+    rows = [(5, {METRIC: 0.7}), (10, {METRIC: 0.6}), (20, {METRIC: 0.5})]
+    note = systems_note(replace(both_directions(), evaluations=rows))
+    assert "step 10, kept because that of step 5, the best on the dev set, isn't whole; model/ holds it" in note
+    assert note.count("best") == 1
+
+
+def test_checkpoints_are_told_apart_by_the_metric_that_chose_them() -> None:
+    judged = [result(name, VALUES[name], metric="map@10") for name in ("base", "final")]
+    rows = [(step, {"mrr@10": 1.0, METRIC: value}) for step, value in ((0, 0.7), (10, 0.5))]
+    report = sample(
+        baseline=judged[0], final=judged[1], bm25=None, verdict=verdict(*judged, "map@10"),
+        evaluations=rows, dev_task="toy/dev", dev_metric=METRIC, kept_step=10,
+    )  # fmt: skip
+    assert f"worse than the untrained one: {METRIC} 0.5000 at step 10, 0.7000" in markdown(report).replace("\\", "")
+    assert "the best trained one on the dev set, where the untrained model did better" in systems_note(report)
+    assert best_dev_step(report) == 10
+    assert run_curves(report).dev_metric == METRIC
+
+
 def test_the_best_dev_step_is_the_earliest_of_the_highest_and_never_the_untrained_one() -> None:
     rows = [(0, {METRIC: 0.9}), (5, {METRIC: 0.4}), (9, {METRIC: 0.6}), (12, {METRIC: 0.6})]
     assert best_dev_step(replace(both_directions(), evaluations=rows)) == 9
@@ -288,6 +315,37 @@ def test_the_kept_checkpoint_is_marked_in_the_curve_in_words_and_in_the_table() 
     assert any(
         "step 10, the checkpoint that was kept" in (svg.get("aria-label") or "") for svg in page(report).named("svg")
     )
+
+
+# --- sets and notes
+
+
+def test_a_set_of_one_query_has_no_interval_among_all_sets() -> None:
+    report = sample()
+    first = SetOutcome.of("test", report.baseline, report.final, METRIC)
+    single = SetOutcome.of("guard", result("a", {"q1": 0.25}), result("b", {"q1": 0.5}), METRIC)
+    table = sets_table(replace(report, sets=(first, single)))
+    bounds = [[cell.bounds for cell in row if isinstance(cell, Cell)][:3] for row in table.rows]
+    assert all(bounds[0])
+    assert bounds[1] == ["", "", "none with 1 query"]
+
+
+def test_notes_of_every_evaluation_stand_on_the_page_once() -> None:
+    def noted(given: EvaluationResult | None, note: str) -> EvaluationResult:
+        assert given is not None
+        return replace(given, notes=("Left out of all.", note))
+
+    report, reverse = both_directions(), both_directions().reverse
+    assert reverse is not None
+    first = SetOutcome.of("test", report.baseline, report.final, METRIC)
+    guard = [replace(each, task="old/test") for each in (report.baseline, report.final)]
+    before, after = noted(guard[0], "Cut before."), noted(guard[1], "Cut after.")
+    sets = (first, SetOutcome.of("guard", before, after, METRIC))
+    reverse = replace(reverse, last=noted(reverse.last, "Cut in reverse."))
+    text = markdown(replace(report, last=noted(report.last, "Cut at last."), sets=sets, reverse=reverse))
+    notes = ("Left out of all.", "Cut at last.", "Reversed: Left out of all.", "Reversed: Cut in reverse.",
+             "old/test: Left out of all.", "old/test: Cut before.", "old/test: Cut after.")  # fmt: skip
+    assert [text.count(f"- {note}\n") for note in notes] == [1] * len(notes)
 
 
 # --- the page
@@ -465,10 +523,15 @@ def test_a_report_that_fails_leaves_the_older_one_and_no_half_file(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def fail_to_draw(**_: str) -> Any:
+    raise RuntimeError("no ink")
+
+
 def test_a_section_of_a_plugin_that_fails_costs_no_report(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("vembed.evaluation.report.SECTIONS", Registry("report section", {}))
+    registered = Registry("report section", {})
+    monkeypatch.setattr("vembed.evaluation.report.SECTIONS", registered)
     before = [section.name for section in run_report.build_page(sample()).sections]
 
     @vembed.register_section
@@ -479,8 +542,21 @@ def test_a_section_of_a_plugin_that_fails_costs_no_report(
     def nothing(report: object) -> None:
         return None
 
+    rendered = {  # sections that fail only where they are rendered
+        "a-float": (Table(["a", "b"], [["x", 0.5]], title="t"), "UndefinedError"),
+        "a-drawing": (Figure("t", fail_to_draw), "RuntimeError: no ink"),
+        "markdown": (Code(3, "t"), "TypeError"),
+        "a-path": (Table(["a"], [[Cell("x", pictures=["x.png"])]], title="t"), "TypeError"),
+    }
+    for name, (block, _) in rendered.items():
+        registered.register(name, lambda _, block=block: Section("s", "T", [block]), module=__name__)
+
     assert [section.name for section in run_report.build_page(sample()).sections] == before
     assert "the report has no section broken-section: KeyError: 'no such number'" in caplog.text
+    for name, (_, error) in rendered.items():
+        assert f"the report has no section {name}: {error}" in caplog.text
+    write_report(tmp_path, sample())
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
 
 
 def test_a_section_is_one_function_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,23 @@ def test_dev_metrics_of_another_name_are_drawn_instead_and_a_long_table_keeps_fi
     assert (len(rows), rows[0][0], rows[-1][0]) == (MAX_EVALUATION_ROWS, "0", "500")
 
 
+def test_the_kept_step_is_in_a_long_table_once_and_in_its_place() -> None:
+    report = sample(evaluations=[(step, {METRIC: 0.5}) for step in range(0, 501, 5)])
+    for kept in range(0, 501, 5):
+        rows = evaluations_table(replace(report, kept_step=kept), run_curves(report)).rows
+        steps = [int(str(row[0]).strip("✓ (kept)")) for row in rows]
+        assert steps == sorted({*steps, 0, kept, 500})
+        assert len(steps) == MAX_EVALUATION_ROWS
+        assert [row[0] for row in rows if "kept" in str(row[0])] == [f"✓ {kept} (kept)"]
+
+
+def test_a_long_table_says_that_the_kept_step_was_added_only_where_it_was() -> None:
+    report = sample(evaluations=[(step, {METRIC: 0.5}) for step in range(0, 501, 5)])
+    for kept, told in ((None, False), (7, False), (0, False), (10, True)):
+        caption = evaluations_table(replace(report, kept_step=kept), run_curves(report)).caption
+        assert ("with the kept one" in caption) == told
+
+
 @pytest.mark.slow
 def test_drawing_leaves_the_settings_of_matplotlib_alone_and_heeds_none() -> None:
     before, report = dict(mpl.rcParams), sample(steps=STEPS[:2])
@@ -145,6 +162,13 @@ def test_the_first_step_is_left_out_where_there_are_others() -> None:
     assert split is not None
     assert alone is not None
     assert (split.step_seconds, split.num_steps, alone.step_seconds) == (1.0, 9, 500.0)
+
+
+@pytest.mark.parametrize(("count", "means"), [(1, 1), (2, 2), (3, 2), (10, 9)])
+def test_the_caption_says_that_the_first_step_is_left_out_only_where_it_is(count: int, means: int) -> None:
+    (line,) = re.findall(r"Means over .*", render_markdown(build_page(sample(steps=timed(count)))))
+    assert line.startswith(f"Means over {means} step")
+    assert ("the first one, which also warms everything up, is left out" in line) == (means < count)
 
 
 def test_the_sentence_names_the_largest_part_and_its_key() -> None:
@@ -289,6 +313,18 @@ def test_a_large_set_is_sampled_with_what_is_relevant_to_its_queries() -> None:
     assert (len(documents), len(queries)) == (MAP_DOCUMENTS, MAP_QUERIES)
     assert all(name in documents for query in queries for name in task.qrels[query])
     assert build_geometry(encoded(task_of(1, 1), np.ones((1, 4)), np.ones((1, 4)))) is None
+
+
+def test_documents_of_the_map_are_spread_over_the_whole_set_beside_the_relevant_ones() -> None:
+    queries = {f"q{number}": {f"d{number}": 1} for number in range(100)}
+    task = RetrievalData("toy", dict.fromkeys(queries, "x"), {f"d{n}": "y" for n in range(1_000)}, queries)
+    rng = np.random.default_rng(4)
+    made = build_geometry(encoded(task, rng.normal(size=(1_000, 16)), rng.normal(size=(100, 16))))
+    assert made is not None
+    shown = {int(identifier[1:]) for kind, identifier, *_ in made.points if kind == "document"}
+    assert len(shown) == MAP_DOCUMENTS
+    assert shown >= set(range(100)), "relevant to the queries of the map"
+    assert sum(number >= 550 for number in shown) == 50, "half of the rest is from the rear half of the rest"
 
 
 @pytest.mark.slow

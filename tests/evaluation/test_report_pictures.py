@@ -14,6 +14,7 @@ import pytest
 from kit.balls import ball
 from kit.pages import HOSTILE, METRIC, Page, assert_sound, page, result, sample, shape
 
+import vembed
 from vembed.batch import Composed, Image, ImageLimits
 from vembed.data.judged import RetrievalData
 from vembed.evaluation.judge import verdict
@@ -21,7 +22,9 @@ from vembed.evaluation.report.run_report import build_page, write_report
 from vembed.pages import pictures
 from vembed.pages.html import render_html
 from vembed.pages.markdown import render_markdown
+from vembed.pages.page import Cell, Section, Table
 from vembed.pages.pictures import picture_name, small_copies
+from vembed.registry import Registry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,6 +118,20 @@ def test_a_page_of_texts_has_neither_grid_nor_picture() -> None:
     assert not shown.named("img")
     assert not tiles(shown)
     assert "✓ right" in shown.text
+
+
+def test_pictures_in_a_section_of_a_plugin_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vembed.evaluation.report.SECTIONS", Registry("report section", {}))
+
+    @vembed.register_section
+    def gallery(report: RunReport) -> Section:
+        return Section("gallery", "Gallery", [Table(["Picture"], [[Cell("red", pictures=[picture])]], title="Gallery")])
+
+    picture = saved(tmp_path / "red.png")
+    shown = page(sample())
+    (image,) = shown.named("img")
+    assert opened(image["src"]).getpixel((5, 5)) == (200, 30, 30)
+    assert "can't be shown" not in shown.text
 
 
 def test_a_query_is_shown_by_its_pictures_and_its_text(documents: dict[str, Item], tmp_path: Path) -> None:

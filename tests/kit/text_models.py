@@ -13,6 +13,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    Gemma2Config,
+    Gemma2Model,
     Gemma3TextConfig,
     Gemma3TextModel,
     GPT2Config,
@@ -23,6 +25,8 @@ from transformers import (
     MistralModel,
     ModernBertConfig,
     ModernBertModel,
+    MPNetConfig,
+    MPNetModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3Model,
@@ -185,6 +189,16 @@ def _gemma3() -> tuple[Any, Any]:
     return Gemma3TextModel(Gemma3TextConfig(**_DECODER_SHAPE)), byte_tokenizer(start=True, end=True)
 
 
+def _mpnet() -> tuple[Any, Any]:
+    config = MPNetConfig(**_BYTE_SHAPE, max_position_embeddings=POSITIONS + 2)
+    return MPNetModel(config), byte_tokenizer(start=True, end=True)
+
+
+def _gemma2() -> tuple[Any, Any]:
+    config = Gemma2Config(**_DECODER_SHAPE, attn_logit_softcapping=0.5)
+    return Gemma2Model(config), byte_tokenizer(start=True, end=True)
+
+
 def _xlnet() -> tuple[Any, Any]:
     return XLNetModel(XLNetConfig(vocab_size=192, d_model=32, n_layer=2, n_head=2, d_inner=64)), wordpiece_tokenizer()
 
@@ -204,7 +218,9 @@ FAMILY_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "bidirectional gemma3": _bidirectional_gemma3,
 }
 
-OTHER_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {"gemma3": _gemma3, "xlnet": _xlnet}
+OTHER_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "gemma2": _gemma2, "gemma3": _gemma3, "mpnet": _mpnet, "xlnet": _xlnet,
+}  # fmt: skip
 """Families with a test of their own."""
 
 POOLING = {

@@ -65,7 +65,9 @@ def vectors(encoder: TextEncoder, texts: tuple[str, ...]) -> NDArray[np.float32]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "qwen3", "bidirectional gemma3", "t5"])
+@pytest.mark.parametrize(
+    "kind", ["bert", "mpnet", "roberta", "modernbert", "qwen3", "gemma2", "bidirectional gemma3", "t5"]
+)
 def test_a_graph_gives_the_models_vectors_for_any_rows_and_tokens(tmp_path: Path, kind: str) -> None:
     done = export(write_model(tmp_path / "bare", kind), tmp_path / "out")
     assert [(each.name, each.cosine > 0.999999, each.num_texts) for each in done.added] == [(GRAPH, True, 10)]

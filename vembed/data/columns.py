@@ -276,6 +276,8 @@ class ColumnResolver:
         Raises:
             DataError: A mapped column was never seen.
         """
+        if not self._seen:
+            return  # no row could be read, which the log of invalid rows says; or all are records without columns
         for name, target in self._mapping.items():
             # In a dev or test set, a column to drop, or one that only the training loss reads, need not be there.
             may_miss = not trains and (target is None or self._canonical.get(target) in self._extra)

@@ -57,7 +57,8 @@ def example(record: Record) -> str:
     if record.label is not None:
         parts.append(f"label {cut(str(record.label), 40)}")
     if record.scores:
-        parts.append("scores " + ", ".join(f"{score:g}" for score in record.scores[:5]))
+        more = f" and {len(record.scores) - 5:,} more" if len(record.scores) > 5 else ""
+        parts.append("scores " + ", ".join(f"{score:g}" for score in record.scores[:5]) + more)
     for name, number in record.columns.items():
         if (name, number) != (WEIGHT_COLUMN.name, WEIGHT_COLUMN.default):  # a row that counts once needs no word
             parts.append(f"{cut(name, 40)} {number if isinstance(number, int) else format(number, 'g')}")

@@ -30,6 +30,9 @@ def row_of(value: object) -> dict[str, Any] | Unreadable:
         return Unreadable(f"expected a JSON object, got {type(value).__name__}")
     if len(value) > MAX_COLUMNS:
         return Unreadable(f"{len(value):,} columns, and a row has at most {MAX_COLUMNS:,}")
+    # Never in JSON, but code may yield it: `csv.DictReader` files surplus cells under None.
+    if not {*map(type, value)} <= {str}:
+        return Unreadable("the name of a column is no text")
     return value
 
 

@@ -18,6 +18,7 @@ the code of a built-in set yields; all other kinds fix their own.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -36,7 +37,7 @@ from vembed.data.judged import is_beir, read_beir, task_from_records
 from vembed.data.keys import BUILTIN_PREFIX, PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, DataKeys
 from vembed.data.lines import os_errors_named
 from vembed.data.presets import preset_path
-from vembed.data.raw_rows import Unreadable
+from vembed.data.raw_rows import Unreadable, row_of
 from vembed.data.row_files import hub_rows, hub_split, row_files
 from vembed.data.row_loader import FIRST_ROWS, RowLoader, SourceChecker, refuse_unlearnable
 from vembed.data.table import LoadedRecords, Record
@@ -120,10 +121,16 @@ class DataSource:
         """Local files of rows; none where the path names a set of the hub or of another kind.
 
         Raises:
-            DataError: Nothing is there, files of several kinds are, or there is no such split.
+            DataError: The path leads to nothing, it mixes files of several kinds, or there is no such split.
         """
         files, _ = self._files_and_notes
         return files
+
+    @cached_property
+    def file_names(self) -> dict[Path, str]:
+        """Local file -> its name in `file:line`: the last part of its path, or the whole path where two share that."""
+        counts = Counter(file.name for file in self.files)
+        return {file: file.name if counts[file.name] == 1 else str(file) for file in self.files}
 
     @cached_property
     def _files_and_notes(self) -> tuple[list[Path], tuple[str, ...]]:
@@ -193,7 +200,7 @@ class DataSource:
         """Refuse a path where nothing is, or a file that can't be opened, without reading any; the hub isn't asked.
 
         Raises:
-            DataError: Nothing is there, files of several kinds are, or there is no such set or split.
+            DataError: The path leads to nothing, it mixes files of several kinds, or there is no such set or split.
             MachineError: The system refuses to open a file.
         """
         if self.kind == "builtin":
@@ -309,7 +316,7 @@ class DataSource:
             At least one record, and notes on what was skipped or ignored.
 
         Raises:
-            ConfigError: `column_mapping` names a column that records don't have.
+            ConfigError: `column_mapping` names a target that records don't have, or one target twice.
             DataError: The source is missing, broken or inconsistent, or lacks what the loss learns from; the message
                 names file:line and column.
             MachineError: The hub can't be reached, or the system refuses to read a file.
@@ -366,7 +373,7 @@ class DataSource:
             if isinstance(row, Record):
                 loader.add_record(row)
             elif isinstance(row, Mapping):
-                loader.add_row(number, dict(row))
+                loader.add_row(number, row_of(dict(row)))
             else:
                 loader.add_row(number, Unreadable(f"expected a dictionary or a Record, got {type(row).__name__}"))
         return loader.finish(self.path)

@@ -85,12 +85,12 @@ class SourceChecker:
             MachineError: The system refuses to read the file.
         """
         images = self._source.images(file.parent)
-        # The form of a table is found here and handed on: `iter_rows` would find it again, which reads a table with
-        # tabs whole, and it doesn't give the words for the plan.
+        # The form of a table is found once, here, and handed on: finding it may read a table with tabs whole, and
+        # `iter_rows` would do it again. What is unusual about it is shown with the columns (`ColumnsRead.text`).
         form = table_form(file) if format_of(file).cells_are_text else None
         if form is not None and (words := form.unusual(file)):
             self.resolver.note_table(words)
-        self.begin_file(file.name, images, cells_are_text=form is not None)
+        self.begin_file(self._source.file_names[file], images, cells_are_text=form is not None)
         return iter_rows(file, self.wanted) if form is None else table_rows(file, form)
 
     def begin_file(self, name: str, images: ImageRoot, *, cells_are_text: bool = False) -> None:
@@ -122,7 +122,8 @@ class SourceChecker:
         """Return the content of a row, every value checked; None for an invalid row, which goes to the log.
 
         Raises:
-            DataError: Two columns of the row stand for one, which no policy drops.
+            DataError: Two columns of the row stand for one, or it isn't clear what a picture is for; that refuses the
+                source even where invalid rows may be dropped.
         """
         self.num_rows += 1
         where = f"{self.file}:{line}"
@@ -235,7 +236,7 @@ class RowLoader:
     def _add_jsonl_blocks(self, file: Path) -> None:
         """Add the valid rows of a file of JSONL, a block of them at once where all are texts and none is invalid."""
         checker = self.checker
-        checker.begin_file(file.name, self._source.images(file.parent))
+        checker.begin_file(self._source.file_names[file], self._source.images(file.parent))
         defaults = {column.name: column.typed(column.default) for column in self._source.extra_columns}
         for block in line_blocks(file):
             # Three paths, from the slowest to the fastest.
@@ -243,7 +244,7 @@ class RowLoader:
             if rows is None:
                 self.add_rows(jsonl_rows(block.numbered()))  # line by line: words every error
                 continue
-            shape = checker.resolver.shape(tuple(rows[0]), where=f"{file.name}:{block.first}")
+            shape = checker.resolver.shape(tuple(rows[0]), where=f"{checker.file}:{block.first}")
             texts = block_of_texts(rows, shape)
             if texts is None:
                 self.add_rows(enumerate(rows, block.first))  # parsed at once, checked one by one
@@ -251,7 +252,7 @@ class RowLoader:
             # Checked at once, without Python for each row.
             checker.count_checked(len(rows))  # `block_of_texts` found no fault in any
             if not checker.log.refused:
-                self._writer.add_texts(texts, defaults, file=file.name, first=block.first)
+                self._writer.add_texts(texts, defaults, file=checker.file, first=block.first)
 
     def add_rows(self, rows: Iterable[RawRow]) -> None:
         """Add the valid ones among some rows."""

@@ -90,7 +90,9 @@ def kept_or_read(
         return read(None)
     root = home_path(named or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/vembed") / "records"
     # Everything but the files' content that their rows follow from.
-    loss, plugin = source.loss_needs, plugin_code(files[0])
+    loss = source.loss_needs
+    by_suffix = {suffix_of(file): file for file in files}  # a list of paths may mix kinds
+    plugins = sorted(filter(None, map(plugin_code, by_suffix.values())))
     used = sorted(DataKeys.model_fields.keys() - KEYS_OF_USE)
     how_read = {
         "format": FORMAT,
@@ -100,12 +102,12 @@ def kept_or_read(
         "loss": None if loss is None else (loss.name, sorted(loss.takes)),
         "columns": [repr(column) for column in columns],
         "keys": {name: getattr(source.keys, name) for name in used},
-        **({"plugin": plugin} if plugin else {}),
+        **({"plugins": plugins} if plugins else {}),
     }
     reading = _digest(how_read)
     folder = root / f"{reading}-{_digest(stamps)}"
     # The pictures of tar shards stay where they are, so that what is kept of them is small.
-    needed = 0 if suffix_of(files[0]) == SHARD_SUFFIX or folder.is_dir() else FREE_SHARE * num_bytes
+    needed = 0 if {*by_suffix} == {SHARD_SUFFIX} or folder.is_dir() else FREE_SHARE * num_bytes
     if reason := _unusable(root, needed):
         loaded = read(None)
         return replace(loaded, notes=(*loaded.notes, f"The rows are not kept in {root}: {reason}."))

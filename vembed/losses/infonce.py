@@ -7,15 +7,16 @@ Query to document, for each query i with positives P(i) and the documents N(i) t
 S is the matrix of similarities, s the logit scale (1 / temperature). Hard negatives are documents like any other: they
 join the in-batch negatives of every query. Document to query is the same over the columns of the documents that are
 some query's positive; bidirectional training averages both. `supcon` gives each positive of a query a loss of its own
-and averages them.
+and averages them: the mean over p in P(i) of -log( exp(s S_ip) / the same denominator ).
 
 Two options weigh what is hard. `hardness` multiplies exp(s S_ij) of a query's negatives by exp(strength S_ij), from
 query to document alone. `focal_gamma` multiplies each loss by (1 - exp(-L_i))^focal_gamma, in both directions. Neither
 factor is differentiated.
 
-The loss of a batch is the mean over its queries, weighted by their rows. A query without positives adds 0, and still
-counts in the mean; document to query, the mean is over the documents that are some query's positive. With Matryoshka
-prefixes (embeddings cut to several lengths) the loss is the weighted sum of the losses of the prefixes.
+The loss of a batch is the mean over its queries, weighted by the weights of their rows. A query without positives adds
+0, and still counts in the mean. Document to query, the mean is over the documents that are some query's positive, each
+weighted by the mean weight of those queries. With Matryoshka prefixes (embeddings cut to several lengths) the loss is
+the weighted sum of the losses of the prefixes.
 
 `SoftmaxLoss.loss_of_similarities` is this definition, over the whole matrix and by autograd: read it first. Training
 never makes that matrix: streamed.py walks over its tiles, with the sums and slopes of softmax_sweep.py. Tests hold the
@@ -62,6 +63,7 @@ class Hardness(NamedTuple):
 
     # Negatives that get the factor. hard_negatives: those of the query's own row. in_batch_negatives: all others.
     mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
+    # At least 0 (keys.py checks it): the sweep multiplies logits by 1 + strength / s, and -inf must stay -inf.
     strength: float
 
     def added_logits(self, similarity_QD: Tensor, positive_QD: Tensor, structure: BatchStructure) -> Tensor:

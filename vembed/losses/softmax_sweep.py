@@ -88,7 +88,7 @@ class SoftmaxSweep(Sweep):
 
     @override
     def collect(self, part: TileLogits) -> None:
-        """Add a tile to the sums.
+        """Add the negatives of a tile to the sums: its positives and masked cells are -inf, and add 0.
 
         Overwrites `logits_RC`: with exp(logits) where they are bounded, else with the logits after hardness. `slopes`
         may go on from it (`is_collected`).
@@ -170,7 +170,7 @@ class InfoNCESweep(SoftmaxSweep):
     def complete(self, rows: slice, merged: Statistics | None = None) -> None:
         """Turn the sums of some rows, and those of all columns, into loss, shifts and the slopes of the positives."""
         self._complete_rows(rows)
-        if self.column_sums is not None:  # both directions
+        if self.column_sums is not None:  # both directions: `rows` are all, so that no column is added twice
             assert merged is not None
             assert merged.columns is not None
             self._complete_columns(merged.columns)

@@ -254,7 +254,7 @@ def _report(
         reverse=result.reverse,
         kept_step=kept_step,
         last_step=state.step,
-        steps=rows,
+        steps=read_rows(run.output.path / "metrics.jsonl", keeps_nan=True),  # the curves count what wasn't finite
         evaluations=state.evaluations,
         plan=plan.to_json(),
         config=run.keys,

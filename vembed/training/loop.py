@@ -59,6 +59,7 @@ class TrainingLoop:
         self._heartbeat = Heartbeat(self._describe_progress)  # says where a step is that takes long
         # For the heartbeat's thread: when the present batch began, and how many batches of its step follow.
         self._batch_progress = (time.monotonic(), 0)
+        self._waits_for_data = False  # for the same thread
         # Of the last attempt, even one that the disk refused:
         self._last_save_time = time.monotonic()
         self._last_save_step: int | None = None
@@ -66,14 +67,18 @@ class TrainingLoop:
         self._saved_step = None if run.checkpoint is None else run.state.step
 
     def train(self) -> EvaluationResult:
-        """Train, and return the result of the untrained model on the verdict's set.
+        """Train, and return the result of the untrained model, which the verdict compares the kept model with.
+
+        It is that on the test set, or on the dev set where there is no test set.
 
         Raises:
             PreemptedError: A signal came; a checkpoint of the present step is saved, unless the disk refuses it.
             NonFiniteError: Loss or gradients went bad, and the policy is to stop or its limit of skipped steps is used
                 up; or weights did, which are never saved.
             ReplayDriftError: The two passes of a step computed different embeddings.
-            MachineError: Out of memory with nothing left to try, or the third save in a row failed.
+            DataError: A picture can't be read any more.
+            MachineError: Out of memory with nothing left to try, the third save in a row failed, or the disk refuses
+                metrics.jsonl.
             Exception: A callback raised it (on other ranks a MachineError that names the callback); the present step
                 is saved as after a signal.
         """
@@ -112,6 +117,9 @@ class TrainingLoop:
             # A whole checkpoint of this step is left as it is; one that the disk refused is tried again. It is still
             # the best one where its evaluation said so; the untrained model never is.
             self._save(best=state.best_metric is not None and state.best_step == state.step)
+            # The signal decides how the run ends; an error of a callback, perhaps in this very save, must be told.
+            if run.callbacks.failure is not None and run.ranks.is_first:
+                _log.warning("a callback failed before the run stopped", exc_info=run.callbacks.failure)
             raise
         if self._last_save_step != state.step:  # whatever save_strategy says, the last step has a checkpoint
             self._save(best=False, is_last=True)
@@ -127,8 +135,9 @@ class TrainingLoop:
 
         for number in batch_numbers:
             # 1. Data. Near zero seconds while the workers keep up.
-            waiting_since = time.monotonic()
+            waiting_since, self._waits_for_data = time.monotonic(), True
             batch = self.batches.batch(number)
+            self._waits_for_data = False
             totals.data_seconds += time.monotonic() - waiting_since
 
             # 2. Both passes, loss, and the sum over ranks: the gradients of this batch, of all ranks, go to `.grad`.
@@ -156,6 +165,7 @@ class TrainingLoop:
 
         # 4. Accept or reject, on all ranks alike: each has the loss and the norm of the whole step, equal up to
         # rounding, and the guard asks all ranks. A float16 overflow is no fault of the run: a smaller scale cures it.
+        # It needs no asking, as the norm is of gradients already summed over the ranks: infinite on one, it is on all.
         temperature = engine.loss.temperature  # before the update: the one that this loss was computed with
         if math.isfinite(totals.loss) and optimizer.scale.overflowed(grad_norm):
             _log.info("step %d: float16 overflow at scale %g; skipped", step + 1, optimizer.scale.value)
@@ -277,9 +287,13 @@ class TrainingLoop:
 
         Where the disk refuses it, training continues.
 
+        Args:
+            best: Whether no trained model so far has a better dev metric.
+            is_last: Whether training ends here: the save leaves room for the model, and a refusal is only warned of.
+
         Raises:
             NonFiniteError: The weights hold NaN or infinity.
-            MachineError: The disk refused for the third time in a row.
+            MachineError: The disk refused for the third time in a row, and it isn't the last save.
         """
         folder = self.run.checkpoints.save(self.state, best=best, is_last=is_last)
         if folder is not None and self._saved_step != self.state.step:  # the same on all ranks
@@ -329,8 +343,10 @@ class TrainingLoop:
         Runs on the heartbeat's thread: it reads only what the loop replaces whole, and takes no lock.
         """
         call, part = self.run.engine.passes.running, self.run.engine.stopwatch.running
-        if call is None:  # outside the encoder
-            return PART_NAMES[f"{part or 'data'}_seconds"]
+        if self._waits_for_data:
+            return PART_NAMES["data_seconds"]
+        if call is None:  # outside the encoder; without a part, the program most likely waits for the device to finish
+            return "waiting for the device" if part is None else PART_NAMES[f"{part}_seconds"]
         text = f"{call.doing} chunk {call.number:,} of {call.total:,}"
         if call.share == 0.0:
             return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,9 @@ class StepTotals:
         self.rank_truncated += batch.num_truncated
         self.num_chunks += result.num_chunks
         self.num_repairs += result.num_repairs
-        self.replay_drift = max(self.replay_drift, result.replay_drift)
+        if not math.isnan(self.replay_drift):  # NaN stays: `max` would drop it, and the row would say that all agreed
+            drift = result.replay_drift
+            self.replay_drift = drift if math.isnan(drift) else max(self.replay_drift, drift)
         if batch.num_masked is not None:
             self.num_masked = (self.num_masked or 0) + batch.num_masked
 
@@ -72,7 +75,10 @@ class StepTotals:
 
     @property
     def rank_loss(self) -> float:
-        """Mean loss over this rank's queries; ranks share each batch evenly, so that whole batches give the weights."""
+        """Mean loss over the queries whose loss this rank computed.
+
+        Ranks share the queries of a batch evenly, up to one, so its batches weigh as they do for all ranks.
+        """
         return _weighted_mean(self.rank_losses, self.num_queries)
 
     @property

@@ -269,10 +269,18 @@ class JsonlTracker(Tracker):
         )
 
 
-def read_rows(path: Path) -> list[dict[str, float]]:
-    """Return the whole rows of metrics.jsonl, each step once; a number that wasn't finite is left out of its row."""
+def read_rows(path: Path, *, keeps_nan: bool = False) -> list[dict[str, float]]:
+    """Return the whole rows of metrics.jsonl, each step once.
+
+    Args:
+        path: The file; no rows where there is none.
+        keeps_nan: Whether a number that wasn't finite is NaN in its row; else it is left out.
+    """
     text = _read_text(path) if path.is_file() else ""
-    return [{key: value for key, value in row.items() if value is not None} for _, row in _whole_rows(text)]
+    rows = [row for _, row in _whole_rows(text)]
+    if keeps_nan:
+        return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
+    return [{key: value for key, value in row.items() if value is not None} for row in rows]
 
 
 def _read_text(path: Path) -> str:

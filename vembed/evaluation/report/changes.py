@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,8 @@ def draw_gains(gains: Sequence[float], *, name: str, label: str) -> Markup:
         axes.axvline(0.0, color=INK, linewidth=0.8)
         axes.set(xlim=(-reach * 1.03, reach * 1.03), xlabel="final minus baseline", ylabel="queries")
         axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
-        axes.xaxis.set_major_formatter(lambda value, _: signed_text(value, 2))
+        # As many decimals as tell the ticks apart: two from a reach of 0.1 on, one more for each power of ten below.
+        decimals = max(2, 1 - math.floor(math.log10(reach)))
+        axes.xaxis.set_major_formatter(lambda value, _: signed_text(value, decimals))
         set_ticks(axes.yaxis, integer=True)
         return inline_svg(figure, name=name, label=label)

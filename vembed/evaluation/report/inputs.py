@@ -64,7 +64,8 @@ class RunReport:
     image_limits: ImageLimits = field(default_factory=ImageLimits)  # which pictures may be decoded for the page
 
     # The training
-    steps: Sequence[Mapping[str, float]]  # rows of metrics.jsonl; a row without a key adds no point to its curve
+    # Rows of metrics.jsonl, NaN where a number wasn't finite; a row without a key adds no point to its curve.
+    steps: Sequence[Mapping[str, float]]
     evaluations: Sequence[tuple[int, Mapping[str, float]]]  # (step, metrics on the dev set), in order
     dev_task: str = ""  # name of the dev set; "" where it is `task`, with the baseline as step 0
     dev_metric: str = ""  # metric that chose the checkpoint; "" where it is that of the verdict

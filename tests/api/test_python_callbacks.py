@@ -1,6 +1,8 @@
 """Callbacks of a run: they hear it, stop it, set its rate, survive a resume, and may fail."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 import vembed
+from vembed.errors import PreemptedError
 from vembed.training.saving import RunCheckpoints, RunState
 
 pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.slow]
@@ -102,6 +105,22 @@ def test_a_failure_whose_checkpoint_the_disk_refused_does_not_promise_it(
     with pytest.raises(KeyError) as failed:
         vembed.train(**keys, callbacks=[fail])
     assert "the disk refused the checkpoint of step 1" in failed.value.__notes__[0]
+
+
+def test_a_failure_in_the_save_that_a_signal_causes_is_told(
+    keys: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails:
+        def on_step(self, event: vembed.StepEvent) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_save(self, event: vembed.SaveEvent) -> None:
+            raise KeyError("a mistake of mine")
+
+    with pytest.raises(PreemptedError, match="stopped by SIGTERM"):
+        vembed.train(**keys | {"save_strategy": "no"}, callbacks=[Fails()])
+    assert "a callback failed before the run stopped" in caplog.text
+    assert "a mistake of mine" in caplog.text
 
 
 @pytest.mark.parametrize(("stops_at", "told"), [(2, True), (6, False)])

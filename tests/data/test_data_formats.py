@@ -277,6 +277,12 @@ def test_what_a_plugin_yields_is_checked_as_a_row_of_json_is(rows_of: Callable[.
     assert "  a.toy:12: query: expected text, got the number 1" in lines
 
 
+def test_a_surplus_cell_that_csv_gives_no_name_is_an_invalid_row(rows_of: Callable[..., Path]) -> None:
+    path = rows_of(lambda path: enumerate(csv.DictReader(["query,positive", "q,p", "q,p,surplus"]), start=2))
+    with pytest.raises(DataError, match=r"a\.toy:3: the name of a column is no text"):
+        DataSource(str(path), "train").records()
+
+
 def test_a_format_named_like_jsonl_is_read_by_its_plugin_in_every_way(registered: None, tmp_path: Path) -> None:
     @vembed.register_format(".jsonlines")
     def marked(path: Path) -> Iterator[tuple[int, Row]]:
@@ -301,18 +307,20 @@ def test_a_cell_of_parquet_without_a_python_value_is_told_in_words(tmp_path: Pat
         DataSource(str(path), "train").records()
 
 
+@pytest.mark.parametrize("names", ["rows.pairs", "{a.jsonl,rows.pairs}"])
 def test_rows_that_are_kept_follow_from_the_code_that_read_them(
-    recipe: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str
 ) -> None:
     from vembed.data import table_cache
 
     monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(table_cache, "LEAST_BYTES", 0)
-    path = tmp_path / "rows.pairs"
-    path.write_text("q => d\n")
-    kept = {DataSource(str(path), "train").records().table.folder for _ in range(2)}
+    monkeypatch.chdir(tmp_path)
+    Path("rows.pairs").write_text("q => d\n")
+    Path("a.jsonl").write_text(json.dumps(pairs(1)[0]) + "\n")
+    kept = {DataSource(names, "train").records().table.folder for _ in range(2)}
     Path(str(recipe.__file__)).write_text(CODE + "# changed\n")
-    kept.add(DataSource(str(path), "train").records().table.folder)
+    kept.add(DataSource(names, "train").records().table.folder)
     assert len(kept) == 2
 
 

@@ -339,6 +339,19 @@ def test_rows_read_in_another_way_are_others(
     assert len(folders(cache)) == 2
 
 
+def test_rows_of_files_of_one_name_are_kept_with_the_paths_that_name_them(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("en", "de"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "a.jsonl", rows_of(1))
+    monkeypatch.chdir(tmp_path)
+    for start in (f"{tmp_path}/", ""):
+        table = load(f"{{{start}en/a.jsonl,{start}de/a.jsonl}}").table
+        assert table.folder is not None
+        assert [record.location for record in table] == [f"{start}en/a.jsonl:1", f"{start}de/a.jsonl:1"]
+
+
 def _truncate(folder: Path) -> None:
     os.truncate(folder / "items.arrow", 3)
 

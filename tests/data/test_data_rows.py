@@ -170,6 +170,15 @@ def test_a_mapped_name_beside_its_key_or_of_no_row_is_refused(jsonl: Jsonl) -> N
     assert len(load_mapped(jsonl([GOOD, {**GOOD, "image": "x.png"}]), image=None).table) == 2, "one row has it"
 
 
+def test_a_mapping_is_not_blamed_where_no_row_can_be_read(jsonl: Jsonl) -> None:
+    path, mapping = jsonl(["{", "{"]), {"claim": "query"}
+    message = refusal(path, column_mapping=mapping)
+    assert message.startswith("2 invalid rows")
+    assert "bad JSON" in message
+    assert "column_mapping" not in message
+    DataSource(str(path), "train", DataKeys(column_mapping=mapping)).peek()
+
+
 @pytest.mark.parametrize(
     ("mapping", "words"),
     [
@@ -257,6 +266,12 @@ def test_the_lines_say_how_many_rows_which_columns_and_one_row(jsonl: Jsonl) -> 
 def test_whole_numbers_are_shown_whole() -> None:
     record = Record("q", ("p",), (), None, "r:1", columns={"clicks": 12345678, "weight": 0.5})
     assert example(record) == "query 'q', positive 'p', clicks 12345678, weight 0.5"
+
+
+def test_of_many_scores_the_rest_is_counted() -> None:
+    scores = tuple(number / 2 for number in range(7))
+    for count, shown in ((7, "0, 0.5, 1, 1.5, 2 and 2 more"), (5, "0, 0.5, 1, 1.5, 2")):
+        assert example(Record("q", ("p",), (), None, "r:1", scores=scores[:count])).endswith(f", scores {shown}")
 
 
 def test_what_steers_a_terminal_is_shown(jsonl: Jsonl) -> None:

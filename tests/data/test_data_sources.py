@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pytest
-from kit.rows import Jsonl, load, png, queries
+from kit.rows import Jsonl, load, png, queries, refusal
 
 import vembed
 from vembed.batch import Image
@@ -222,6 +223,29 @@ def test_a_list_of_files_is_one_source(jsonl: Jsonl, tmp_path: Path) -> None:
     assert DataKeys.model_validate({"data_path": paths[:1]}).data_path == paths[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "head", "good", "bad"),
+    [
+        ("train.jsonl", "", '{"query": "q", "positive": "p"}\n', '{"query": "", "positive": "p"}\n'),
+        ("train.csv", "query,positive\n", "q,p\n", '"",p\n'),
+    ],
+)
+def test_rows_of_files_of_one_name_are_told_apart_by_whole_paths(
+    tmp_path: Path, name: str, head: str, good: str, bad: str
+) -> None:
+    files = [tmp_path / part for part in (f"en/{name}", f"de/{name}", f"fr/other-{name}")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(head + good)
+    listed, line = "{" + ",".join(map(str, files)) + "}", 2 if head else 1
+    shown = [str(files[0]), str(files[1]), files[2].name]
+    assert [record.location for record in load(listed).table] == [f"{each}:{line}" for each in shown]
+    for file in files:
+        file.write_text(head + good + bad)
+    message = refusal(listed)
+    assert all(f" {each}:{line + 1}" in message for each in shown), message
+
+
 def test_a_list_names_files_that_are_there_and_no_sets(jsonl: Jsonl, beir_files: Path) -> None:
     good = str(jsonl([{"query": "q", "positive": "p"}]))
     assert "did you mean 'train.jsonl'" in missing("{" + good + "," + good.replace("train", "trian") + "}")
@@ -277,6 +301,11 @@ def test_dictionaries_are_read_as_rows_of_a_file_are(add: Callable[..., None]) -
     assert [document.text for document in DataSource("builtin:toy-set", "test").documents()] == ["p0"]
 
 
+def test_names_of_columns_may_be_texts_of_numpy(add: Callable[..., None]) -> None:
+    add(lambda _: [dict(zip(np.array(["anchor", "positive"]), ("q", "p"), strict=True))])
+    assert queries("builtin:toy-set") == ["q"]
+
+
 def test_columns_of_training_rows_mean_nothing_to_a_corpus(add: Callable[..., None]) -> None:
     add(lambda split: ROWS)
     of_training = DataKeys(column_mapping={"anchor": "positive", "positive": "query", "mine": None}, label_kind="pair")
@@ -297,6 +326,8 @@ def test_records_are_kept_as_they_are(add: Callable[..., None]) -> None:
     ]
     add(lambda _: iter(records))
     assert [record.label for record in load("builtin:toy-set").table] == [7, None]
+    (note,) = load("builtin:toy-set", column_mapping={"claim": "query"}).notes
+    assert note.startswith("column_mapping has no effect on")
     optional = ExtraColumn("weight", "how much it counts", required=False)
     facts = LossNeeds("toy", (optional,))
     first, second = DataSource("builtin:toy-set", "train", loss=facts).records().table
@@ -312,6 +343,7 @@ def test_records_are_kept_as_they_are(add: Callable[..., None]) -> None:
     [
         ([ROWS[0], {"query": "", "positive": "p"}], "toy-set/train:2: query: empty text"),
         ([ROWS[0], ["q", "p"]], "toy-set/train:2: expected a dictionary or a Record, got list"),
+        ([ROWS[0], {0: "a"}], "toy-set/train:2: the name of a column is no text"),
         ([], "builtin:toy-set holds no rows"),
         ([{"query": "q", "image": "a.png"}], "no folder of its own; set image_root"),
         ([{"query": "q", "positive": "p", "label": 1}], "toy-set/train:1: label holds 1 beside two texts"),

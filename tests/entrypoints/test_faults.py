@@ -296,6 +296,9 @@ def test_bad_steps_may_be_skipped_up_to_a_limit(site: Site, tmp_path: Path, monk
     assert skipped.code == 0, skipped.err
     assert [row["loss"] is None for row in skipped.rows] == [step in (2, 5) for step in range(1, 9)]
     assert "step skipped (2 of at most 2)" in skipped.out
+    report = skipped.folder / "report"
+    assert json.loads((report / "report.json").read_text())["curves"]["loss"]["num_non_finite"] == 2
+    assert "2 values NaN or infinite, left out" in (report / "report.md").read_text()
     assert {path.name for path in skipped.folder.glob("nonfinite*")} == {
         "nonfinite-step-2.json",
         "nonfinite-step-5.json",

@@ -25,7 +25,7 @@ from vembed.batch import Image
 from vembed.data.judged import RetrievalData
 from vembed.errors import MachineError
 from vembed.evaluation.judge import Comparison, SetOutcome, Verdict, compare, mean_interval, verdict
-from vembed.evaluation.report import run_report
+from vembed.evaluation.report import changes, run_report
 from vembed.evaluation.report.comparison import (
     best_dev_step,
     forward_comparisons,
@@ -42,6 +42,7 @@ from vembed.pages.html import render_html
 from vembed.pages.markdown import render_markdown
 from vembed.pages.page import Cell, Code, Figure, Section, Table
 from vembed.pages.terminal import render_terminal
+from vembed.pages.text import MINUS
 from vembed.pages.write import render_json, write_page
 from vembed.registry import Registry
 
@@ -249,6 +250,20 @@ def test_changes_are_counted_by_direction() -> None:
         queries = document(report)["queries"]
         assert tuple(queries[name] for name in ("improved", "unchanged", "worse")) == counts
     assert "Of 4 queries, 2 improved, 1 stayed the same and 1 got worse" in markdown(sample())
+
+
+@pytest.mark.parametrize("largest", [0.004, 0.012, 0.06, 0.3])
+def test_ticks_of_changes_have_labels_of_their_own_that_say_where_they_are(
+    largest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(changes, "inline_svg", lambda figure, **_: drawn.append(figure))
+    changes.draw_gains([largest, -largest / 2], name="changes", label="")
+    (axes,) = drawn[0].axes
+    drawn[0].draw_without_rendering()
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert len({*labels}) == len(labels) >= 3
+    assert [float(label.replace(MINUS, "-")) for label in labels] == pytest.approx(axes.get_xticks(), abs=1e-9)
 
 
 def test_a_long_text_is_cut_and_whole_in_details_and_of_a_huge_one_it_says_how_much_is_left_out() -> None:

@@ -80,6 +80,14 @@ def test_a_spike_of_one_step_is_drawn_and_named() -> None:
     assert sparkline(rising) == "▁▂▃▄▅▆▇█"
 
 
+def test_one_huge_value_moves_the_running_mean_only_around_it() -> None:
+    curve = curve_of([(step, 1e20 if step == 50 else 1.0) for step in range(200)], LOSS)
+    assert curve is not None
+    assert curve.mean_N is not None
+    assert curve.mean_N[[40, 60, 199]].tolist() == [1.0, 1.0, 1.0]
+    assert curve.mean_N[50] > 1e18
+
+
 def test_missing_keys_and_values_that_are_not_finite_are_counted_not_drawn() -> None:
     rows = [{"step": 1, "loss": 1.0}, {"step": 2}, {"step": 3, "loss": math.nan}, {"step": 4, "loss": None}]
     curve = step_curve(rows, LOSS)
@@ -210,6 +218,12 @@ def test_durations_have_three_digits_and_a_small_share_is_never_nothing() -> Non
     shown = {0.0000123: "0.0123 ms", 0.0421: "42.1 ms", 1.2345: "1.23 s", 125.4: "125 s"}
     assert {seconds: seconds_text(seconds) for seconds in shown} == shown
     assert [percent_text(share) for share in (0.004, 0.0, 0.126)] == ["under 1%", "0%", "13%"]
+    assert [percent_text(share) for share in (0.99, 0.999, 1.0)] == ["99%", "over 99%", "100%"]
+
+
+def test_bytes_that_were_averaged_are_shown_with_their_unit() -> None:
+    content = build_page(sample(performance={"peak_memory_bytes": 1.2e10}))
+    assert "| peak memory | 11.2 GiB |" in render_markdown(content)
 
 
 # --- ranks and scores
@@ -282,6 +296,13 @@ def test_the_map_shows_the_two_directions_of_largest_variance() -> None:
     for axis in (0, 1):
         assert abs(np.corrcoef(places[:, axis], flat[:, axis])[0, 1]) > 0.97
     assert project(np.ones((4, 3)))[1] == 0.0, "equal rows have no direction"
+
+
+def test_equal_rows_are_one_dot_whatever_rounding_makes_of_their_mean() -> None:
+    row = np.random.default_rng(0).normal(size=8)
+    places, share = project(np.tile(row / np.linalg.norm(row), (20, 1)))
+    assert share == 0.0
+    assert len(np.unique(places, axis=0)) == 1
 
 
 def test_pairs_over_the_threshold_are_counted_and_the_closest_are_named() -> None:

@@ -15,7 +15,7 @@ from vembed.config.load import load_config
 from vembed.errors import ConfigError
 from vembed.losses.base import BatchStructure, LossCommon
 from vembed.losses.in_batch_hard import InBatchHard
-from vembed.losses.infonce import InfoNCE, SupCon
+from vembed.losses.infonce import Hardness, InfoNCE, SupCon
 from vembed.losses.joint import JointInfoNCE
 from vembed.losses.keys import InfoNCEKeys
 from vembed.losses.sigmoid import SigmoidLoss
@@ -104,6 +104,13 @@ def test_logits_far_out_give_finite_loss_and_gradients() -> None:
 def test_positives_with_losses_of_their_own_refuse_a_focal_weight() -> None:
     with pytest.raises(AssertionError, match="focal_gamma"):
         SupCon(temperature=0.1, focal_gamma=0.5)
+
+
+def test_lists_of_the_hardest_refuse_hardness() -> None:
+    hardness = Hardness("all_negatives", 0.5)
+    with pytest.raises(AssertionError, match="without hardness"):
+        InBatchHard(temperature=0.1, hard_topk=2, hardness=hardness)
+    InBatchHard(temperature=0.1, hard_topk=None, hardness=hardness)
 
 
 def test_the_structure_of_a_batch() -> None:

@@ -118,6 +118,14 @@ def test_a_pad_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     load(folder, pad_token="<pad>")
 
 
+def test_a_pad_token_that_the_weights_have_no_row_for_says_which_key_cures_it(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(pad=False)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    folder = write_model(tmp_path, "gpt2", tokenizer=tokenizer)
+    refused(folder, r"padding token '\[PAD\]' is token 259, .* have 259 tokens; set pad_token to ")
+    assert load(folder, pad_token="</s>").tokenizer.pad_token == "</s>"
+
+
 def test_a_model_without_its_tokenizer_is_refused(bert_folder: Path) -> None:
     tokenizer = (bert_folder / "tokenizer.json").read_bytes()
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -41,6 +41,7 @@ from vembed.models.keys import AdapterKeys
 from vembed.models.measure import ProfileTarget, become_fake
 from vembed.models.measure import _autocast as autocast
 from vembed.models.pooling import POOLING_MODES
+from vembed.models.text import TextEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from kit.ranks import RankPool
 
     from vembed.batch import Features
-    from vembed.models.text import TextEncoder
 
 
 @pytest.fixture(autouse=True)
@@ -185,6 +185,15 @@ def test_dropped_attention_weights_are_drawn_again_from_the_same_state() -> None
 )
 def test_what_cannot_be_packed_says_why(kind: str, changes: Any, device: str, dtype: torch.dtype, words: str) -> None:
     assert words in build(kind, **changes).why_not_packed(device, dtype)
+
+
+def test_packing_leaves_the_attention_its_name() -> None:
+    made = build("bert")
+    made.backbone.config._attn_implementation = "flash_attention_2"
+    encoder = TextEncoder("bert", backbone=made.backbone, tokenizer=made.tokenizer, spec=made.spec)
+    before = encoder.facts()["attention"]
+    encoder.pack()
+    assert (before, encoder.facts()["attention"]) == ("flash_attention_2", "flash_attention_2, rows end to end")
 
 
 def by_segments(

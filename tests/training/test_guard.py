@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from vembed.errors import NonFiniteError
+from vembed.gradcache.engine import StepResult
 from vembed.training.guard import NonFiniteGuard
+from vembed.training.step_totals import StepTotals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,3 +108,15 @@ def test_a_report_that_can_not_be_written_does_not_hide_the_numbers_error(
     with pytest.raises(NonFiniteError, match="the loss is nan"):
         accepts(NonFiniteGuard("stop", limit=0, folder=tmp_path / "file"), loss=math.nan)
     assert "can't be written" in caplog.text
+
+
+@pytest.mark.parametrize("drifts", [(math.nan, 1e-7), (1e-7, math.nan)])
+def test_a_drift_of_nan_stays_nan_over_the_batches_of_a_step(drifts: tuple[float, float]) -> None:
+    batch: Any = SimpleNamespace(
+        structure=SimpleNamespace(num_queries=8, source=None), record_ids=[], num_truncated=0, num_masked=None
+    )
+    totals = StepTotals()
+    for drift in drifts:
+        counts = dict.fromkeys(("num_chunks", "tokens", "padded_tokens"), 1)
+        totals.add(batch, StepResult(loss=1.0, rank_loss=1.0, replay_drift=drift, **counts))
+    assert math.isnan(totals.replay_drift)

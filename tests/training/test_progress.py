@@ -9,12 +9,16 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import torch
 from kit.runs import write_rows
 
+from vembed.distributed.ranks import Ranks
 from vembed.evaluation.next_steps import next_commands
+from vembed.gradcache.stopwatch import Stopwatch
 from vembed.plan.batch import Steps
 from vembed.text import show_duration
 from vembed.training import progress
+from vembed.training.loop import TrainingLoop
 from vembed.training.output import OutputFolder
 from vembed.training.progress import (
     SAME_SPEED,
@@ -144,6 +148,36 @@ def test_only_a_step_that_takes_long_speaks_and_ever_more_rarely(
             time.sleep(1.0)
     assert caplog.messages[0] == "step 11: encoding chunk 3 of 40, about 1:20 left in this step"
     assert 1 <= len(caplog.messages) <= 3
+
+
+class Reached(Exception):  # noqa: N818 - no error: the end of what a test looks at
+    pass
+
+
+def test_a_slow_step_waits_for_data_only_where_it_takes_a_batch() -> None:
+    said: list[str] = []
+    watch = Stopwatch(torch.device("cpu"))
+
+    def batch(number: int) -> SimpleNamespace:
+        said.append(loop._describe_progress())
+        return SimpleNamespace(pools=None, structure=None, assignment=None, step_share=1.0)
+
+    def step(*_: object, **__: object) -> None:
+        said.append(loop._describe_progress())
+        with watch.part("reduce"):
+            said.append(loop._describe_progress())
+        raise Reached
+
+    run: Any = SimpleNamespace(
+        engine=SimpleNamespace(passes=SimpleNamespace(running=None), stopwatch=watch, step=step),
+        optimizer=SimpleNamespace(scale=SimpleNamespace(value=1.0)),
+        config=SimpleNamespace(seed=0), step_batches=lambda step: range(1), ranks=Ranks(), device=torch.device("cpu"),
+        state=None, checkpoint=None,
+    )  # fmt: skip
+    loop = TrainingLoop(run, cast("Any", SimpleNamespace(batch=batch)))
+    with pytest.raises(Reached):
+        loop.train_step(0)
+    assert said == ["waiting for data", "waiting for the device", "adding gradients up over ranks"]
 
 
 def test_next_commands_compare_with_the_run_on_the_same_data_that_ended_before(tmp_path: Path) -> None:

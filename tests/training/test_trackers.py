@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -56,6 +57,14 @@ def test_each_step_is_one_row_of_json_that_is_on_disk_at_once(tmp_path: Path) ->
     tracker.log_evaluation(1, {"ndcg@10": 0.5})
     tracker.log(2, {"loss": float("nan"), "grad_norm": float("-inf"), "epoch": 0.0})
     assert rows_of(path) == [first, {"step": 2, "loss": None, "grad_norm": None, "epoch": 0.0}]
+
+
+def test_a_number_that_was_not_finite_is_read_as_nan_only_where_asked(path: Path) -> None:
+    JsonlTracker(path).log(1, {"loss": float("inf"), "epoch": 0.5})
+    assert read_rows(path) == [{"step": 1, "epoch": 0.5}]
+    (row,) = read_rows(path, keeps_nan=True)
+    assert math.isnan(row.pop("loss"))
+    assert row == {"step": 1, "epoch": 0.5}
 
 
 def test_a_step_is_never_logged_twice(path: Path) -> None:

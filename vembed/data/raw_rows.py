@@ -30,8 +30,9 @@ def row_of(value: object) -> dict[str, Any] | Unreadable:
         return Unreadable(f"expected a JSON object, got {type(value).__name__}")
     if len(value) > MAX_COLUMNS:
         return Unreadable(f"{len(value):,} columns, and a row has at most {MAX_COLUMNS:,}")
-    # Never in JSON, but code may yield it: `csv.DictReader` files surplus cells under None.
-    if not {*map(type, value)} <= {str}:
+    # Never in JSON, but code may yield it: `csv.DictReader` files surplus cells under None. Types are compared first,
+    # which is fast; the others may be subclasses of str, as NumPy's texts are.
+    if not {*map(type, value)} <= {str} and not all(isinstance(name, str) for name in value):
         return Unreadable("the name of a column is no text")
     return value
 

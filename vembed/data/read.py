@@ -376,7 +376,8 @@ class DataSource:
                 loader.add_row(number, row_of(dict(row)))
             else:
                 loader.add_row(number, Unreadable(f"expected a dictionary or a Record, got {type(row).__name__}"))
-        return loader.finish(self.path)
+        # Records alone have no columns to map: `check_mapping` passes, and a key without effect must be told.
+        return loader.finish(self.path, () if loader.checker.resolver.seen else self._mapping_note())
 
     def _load_beir(self, problems: ProblemLog | None) -> LoadedRecords:
         """Return a record per query of a BEIR split that has a relevant document."""

@@ -97,7 +97,7 @@ def kept_or_read(
     how_read = {
         "format": FORMAT,
         "version": __version__,
-        "files": [(os.path.realpath(file), file.name) for file in files],
+        "files": [(os.path.realpath(file), source.file_names[file]) for file in files],
         "role": source.role,
         "loss": None if loss is None else (loss.name, sorted(loss.takes)),
         "columns": [repr(column) for column in columns],

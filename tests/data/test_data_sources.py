@@ -54,7 +54,7 @@ def test_a_hub_set_becomes_records(hub: list[tuple[Any, ...]]) -> None:
     assert loaded.table[2400].query == "q2400"
     assert loaded.table[1].label == "topic 1"
     assert loaded.table[1].location == "owner/name:some-config/train:2"
-    assert loaded.notes == ("Ignored columns: extra.",)
+    assert loaded.notes == ("Read split 'train' of owner/name:some-config.", "Ignored columns: extra.")
     assert hub == [("owner/name", "some-config", {})], "no option that would run a data set's code"
 
 
@@ -129,6 +129,21 @@ def test_a_set_in_the_present_folder_has_the_name_of_the_folder(
     saved(tmp_path / "colours", "ab")
     monkeypatch.chdir(tmp_path / "colours")
     assert DataSource(".", "test").judged().name == "colours"
+
+
+def test_what_ends_the_reading_of_one_of_two_files_of_one_name_says_of_which(tmp_path: Path) -> None:
+    for folder, text in (("a", "query,positive\nq,p\n"), ("b", "query,query,positive\nq,q,p\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.csv").write_text(text)
+    with pytest.raises(DataError) as refused:
+        DataSource(f"{tmp_path}/*/train.csv", "train").records()
+    assert str(refused.value).startswith(f"{tmp_path}/b/train.csv:1: ")
+
+
+def test_a_split_that_a_beir_folder_lacks_is_told_without_reading(beir_files: Path) -> None:
+    assert "no split 'nope'" in missing(beir_files, "validation", "nope")
+    with pytest.raises(DataError, match="no split 'nope'"):
+        DataSource(str(beir_files), "validation", split="nope").refuse_missing()
 
 
 # Folders that `datasets` saved, and lists of files that are one source

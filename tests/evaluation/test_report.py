@@ -292,6 +292,9 @@ def test_columns_name_the_checkpoints_and_a_sentence_tells_them_apart() -> None:
     assert "where the untrained model did better" in systems_note(lost)
     assert "best" not in systems_note(replace(one, evaluations=[]))
     assert systems_note(sample()) == ""
+    unseen = systems_note(replace(report, last=None))
+    assert "There is no result of the model after step 20" in unseen
+    assert "the last and" not in unseen
     for told, given in ((True, lost), (False, one), (False, replace(lost, dev_task=""))):
         assert ("worse than the untrained one" in markdown(given)) == told
 

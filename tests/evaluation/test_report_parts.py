@@ -7,7 +7,7 @@ import math
 import random
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
@@ -19,6 +19,7 @@ from vembed.batch import Image
 from vembed.data.judged import RetrievalData
 from vembed.evaluation.evaluate import EncodedTask, RunBuilder
 from vembed.evaluation.metrics import score_run
+from vembed.evaluation.report import speed
 from vembed.evaluation.report.curves import (
     MAX_EVALUATION_ROWS,
     MAX_POINTS,
@@ -179,6 +180,27 @@ def test_the_caption_says_that_the_first_step_is_left_out_only_where_it_is(count
     assert ("the first one, which also warms everything up, is left out" in line) == (means < count)
 
 
+@pytest.mark.parametrize("count", [2, 3, 62, 101])
+def test_the_bars_of_a_steps_time_touch_and_do_not_overlap(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(speed, "inline_svg", lambda figure, **_: drawn.append(figure))
+    split = split_time(timed(count))
+    assert split is not None
+    speed.draw_time_split(split, name="times", label="")
+    bars = drawn[0].axes[0].containers[0]
+    ends = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars]
+    assert [end for _, end in ends[:-1]] == pytest.approx([start for start, _ in ends[1:]])
+    assert all(start < step < end for (start, end), step in zip(ends, split.steps_N.tolist(), strict=True))
+
+
+def test_what_was_logged_and_never_finite_is_not_called_missing() -> None:
+    steps = [{"step": number, "loss": math.nan, "grad_norm": 1.0 / number} for number in (1, 2, 3)]
+    curves = run_curves(sample(steps=steps))
+    assert "Training loss" in curves.not_finite
+    assert "Training loss" not in curves.not_logged
+    assert "Logged, but never finite: Training loss." in render_markdown(build_page(sample(steps=steps)))
+
+
 def test_the_sentence_names_the_largest_part_and_its_key() -> None:
     for rows, words in (
         (timed(5), ("50% of it encoding", "retain")),
@@ -303,6 +325,15 @@ def test_equal_rows_are_one_dot_whatever_rounding_makes_of_their_mean() -> None:
     places, share = project(np.tile(row / np.linalg.norm(row), (20, 1)))
     assert share == 0.0
     assert len(np.unique(places, axis=0)) == 1
+
+
+def test_a_relevant_document_that_the_corpus_lacks_hides_no_other() -> None:
+    qrels = {"q0": {"a-lost-one": 1, "d2": 1}}
+    task = RetrievalData("toy", {"q0": "x"}, {f"d{number}": "y" for number in range(900)}, qrels)
+    rng = np.random.default_rng(4)
+    made = build_geometry(encoded(task, rng.normal(size=(900, 16)), rng.normal(size=(1, 16))))
+    assert made is not None
+    assert "d2" in {identifier for kind, identifier, *_ in made.points if kind == "document"}
 
 
 def test_pairs_over_the_threshold_are_counted_and_the_closest_are_named() -> None:

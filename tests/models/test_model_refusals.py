@@ -14,6 +14,7 @@ import torch
 from kit.picture_models import write_picture_model
 from kit.text_models import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, load_any, write_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel, CanineConfig, FNetConfig
 
 from vembed.errors import ConfigError, ExitCode, MachineError
 from vembed.models.keys import ModelKeys
@@ -67,6 +68,20 @@ def test_xlnet_is_refused_before_its_weights_in_every_type_but_float32(tmp_path:
     refused(folder, message, dtype=dtype)
     with pytest.raises(ConfigError, match=message):  # what `--plan` builds
         load_skeleton(ModelKeys(model_name=str(folder), torch_dtype=wanted))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (FNetConfig(hidden_size=32, num_hidden_layers=1, intermediate_size=32, vocab_size=300), "mixes padding"),
+        (CanineConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32), "hashes"),
+    ],
+)
+def test_types_whose_vectors_or_tokens_cannot_be_right_are_refused(tmp_path: Path, config: Any, reason: str) -> None:
+    AutoModel.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer(start=True, end=True).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        load(tmp_path)
 
 
 def test_pickled_weights_are_read_only_when_allowed(bert_folder: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from kit.rows import png
 from kit.runs import write_rows
@@ -88,6 +90,13 @@ def test_rows_that_may_be_dropped_and_columns_of_later_files_are_not_judged_earl
     (data.parent / "parts" / "0.csv").write_text("foo,bar\na,b\n")
     dropping = {"skip_invalid_records": True, "column_mapping": {"extra": None}}
     refuse_wrong_inputs(configured(data.parent / "parts", **dropping))
+
+
+def test_the_schema_of_a_columnar_file_is_judged_as_a_header_is(data: Path) -> None:
+    path = data.with_name("rows.parquet")
+    pq.write_table(pa.table({"query": [f"q{n}" for n in range(300)], "positive": ["p"] * 300}), path)
+    with pytest.raises(DataError, match="column_mapping names 'hard_negs'"):
+        refuse_wrong_inputs(configured(path, column_mapping={"hard_negs": "negatives"}))
 
 
 def with_pictures(folder: Path, layout: str) -> Path:

@@ -31,7 +31,8 @@ def describe_source(path: str, loaded: LoadedRecords, *, parts: Mapping[str, int
     facts = [rows]
     if loaded.num_invalid:
         facts.append(f"{plural(loaded.num_invalid, 'invalid row')} dropped")
-    facts.append(plural(len(table.numbers("negatives")[1]), "hard negative"))
+    _, negatives_M = table.numbers("negatives")  # one number per hard negative of any row
+    facts.append(plural(len(negatives_M), "hard negative"))
     lines = {"data": "; ".join(facts)}
     if columns := loaded.columns.text:
         lines["columns"] = columns

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -33,7 +34,7 @@ from vembed.data.columns import ColumnResolver
 from vembed.data.documents import Corpus
 from vembed.data.formats import iter_rows
 from vembed.data.images import ImageRoot
-from vembed.data.judged import is_beir, read_beir, task_from_records
+from vembed.data.judged import find_split, is_beir, read_beir, task_from_records
 from vembed.data.keys import BUILTIN_PREFIX, PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, DataKeys
 from vembed.data.lines import os_errors_named
 from vembed.data.presets import preset_path
@@ -48,7 +49,7 @@ from vembed.registry import DATASETS
 from vembed.text import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from vembed.batch import Modality
     from vembed.data.columns import ColumnsRead, ExtraColumn, LossNeeds
@@ -132,6 +133,20 @@ class DataSource:
         counts = Counter(file.name for file in self.files)
         return {file: file.name if counts[file.name] == 1 else str(file) for file in self.files}
 
+    @contextmanager
+    def errors_named(self, file: Path) -> Iterator[None]:
+        """Let errors that begin with the last part of a file's path begin with its name in `file_names` instead.
+
+        The reader of a format knows the path alone, not that another file of the source ends in the same name.
+        """
+        try:
+            yield
+        except DataError as error:
+            text, name = str(error), self.file_names[file]
+            if name == file.name or not text.startswith(f"{file.name}:"):
+                raise
+            raise DataError(f"{name}{text.removeprefix(file.name)}") from error
+
     @cached_property
     def _files_and_notes(self) -> tuple[list[Path], tuple[str, ...]]:
         return row_files(self.path, self) if self.kind == "rows" else ([], ())
@@ -200,13 +215,16 @@ class DataSource:
         """Refuse a path where nothing is, or a file that can't be opened, without reading any; the hub isn't asked.
 
         Raises:
-            DataError: The path leads to nothing, it mixes files of several kinds, or there is no such set or split.
+            DataError: The path leads to nothing, it mixes files of several kinds, or there is no such set or split; the
+                split of a published set is looked for when it is read.
             MachineError: The system refuses to open a file.
         """
         if self.kind == "builtin":
             find_builtin(self._builtin_name, self._builtin_split)
         if self.preset is not None:
             self.preset.refuse_missing(self)
+        if self.kind == "beir":
+            find_split(self._local, self.split, self.role, self.split_key)
         for file in self.files:
             with os_errors_named(file):
                 file.open("rb").close()
@@ -234,15 +252,18 @@ class DataSource:
         is_only_file = len(self.files) == 1
         checker = SourceChecker(self)
         modalities: set[Modality] = set()
-        for line, row in islice(checker.open_file(first), FIRST_ROWS):
-            fields = checker.check_row(line, row)
-            if fields is not None:
-                modalities.update(map(modality_of, (fields.query, *fields.positives, *fields.negatives)))
+        with self.errors_named(first):
+            for line, row in islice(checker.open_file(first), FIRST_ROWS):
+                fields = checker.check_row(line, row)
+                if fields is not None:
+                    modalities.update(map(modality_of, (fields.query, *fields.positives, *fields.negatives)))
         checker.judge_first_rows(self.path if is_only_file else str(first), is_only_file=is_only_file)
         return checker.resolver.summary(), frozenset(modalities)
 
     def raw_rows(self, count: int) -> list[dict[str, object]]:
-        """Return the first rows of the first local file as they are written, without those that can't be read.
+        """Return the first rows of the first local file as they are written, column name -> value.
+
+        Of the first `count` rows those that can't be read are left out; a source without local files has none.
 
         Raises:
             VembedError: As `records`.
@@ -404,7 +425,7 @@ class DataSource:
         loader = RowLoader(self, problems=problems)
         loader.checker.begin_file(name, self.images(None))
         loader.add_rows(hub_rows(dataset, loader.checker.wanted))
-        return loader.finish(self.path)
+        return loader.finish(self.path, (f"Read split {split!r} of {self.path}.",))
 
     def _finish_fixed(self, loaded: LoadedRecords) -> LoadedRecords:
         """Return the ready table of a set whose columns are fixed, with the defaults of those that the loss asks for.

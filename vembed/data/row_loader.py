@@ -72,9 +72,10 @@ class SourceChecker:
         self.num_rows = 0
         self._missing: dict[str, _Missing] = {}  # by the name of the column
         self._unclear = UnclearLabels()
-        # Of the file that was begun last; `begin_file` sets all three.
+        # Of the file that was begun last; `begin_file` sets all four.
         self.file = ""
-        self._is_table = False  # CSV or TSV: its header names all columns
+        self._is_table = False  # CSV or TSV
+        self._names_columns = False  # a header, or the schema of a columnar file, names every column
         self._row_checker: RowChecker
 
     def open_file(self, file: Path) -> Iterable[RawRow]:
@@ -102,6 +103,7 @@ class SourceChecker:
             cells_are_text: The file is CSV or TSV.
         """
         self.file, self._is_table = name, cells_are_text
+        self._names_columns = cells_are_text  # of a columnar file, `wanted` sets it
         self._row_checker = RowChecker(
             images,
             cells_are_text=cells_are_text,
@@ -112,6 +114,7 @@ class SourceChecker:
 
     def wanted(self, names: Sequence[str]) -> list[str]:
         """Return the columns to read among those of a columnar file."""
+        self._names_columns = True
         return self.resolver.wanted(names, where=f"{self.file}:1")
 
     def count_checked(self, count: int) -> None:
@@ -151,21 +154,26 @@ class SourceChecker:
         self.log.add(where, reason, column=fault.column, may_drop=not fault.escapes)
 
     def judge_first_rows(self, name: str, *, is_only_file: bool) -> None:
-        """Refuse a source whose first rows show that `judge` would, for its columns or as it is empty; values can wait.
+        """Refuse a source early where its first rows already show that `judge` will, for its columns or for no rows.
+
+        Wrong values are left to `judge`, which lists those of all rows.
 
         Args:
             name: The file, for the error.
             is_only_file: False where another file may have a column that this one lacks.
+
+        Raises:
+            DataError: The only file holds no rows, a mapped column isn't there, or all rows lack a column they need.
         """
-        # A table names its columns in its header. In JSONL a later row may have another column, unless this was all.
-        all_columns_seen = self._is_table or self.num_rows < FIRST_ROWS
+        # A header or a schema names all columns. In JSONL a later row may have another one, unless this was all.
+        all_columns_seen = self._names_columns or self.num_rows < FIRST_ROWS
         if is_only_file and not self.num_rows:
             raise DataError(f"{name} holds no rows")
         if is_only_file and all_columns_seen:
             self.resolver.check_mapping(name, trains=self._source.role == "train")
         # Where invalid rows may be dropped, later rows of JSONL or another file may still have the column; the later
-        # rows of a table can't, as its header names all columns.
-        if self.log.refused or (self._is_table and is_only_file):
+        # rows of a file that names its columns can't.
+        if self.log.refused or (self._names_columns and is_only_file):
             self._check_missing(name if all_columns_seen else f"the first {FIRST_ROWS} rows of {name}")
 
     def judge(self, name: str, num_kept: int) -> None:
@@ -194,6 +202,7 @@ class SourceChecker:
         """Refuse rows that all lack a column which every row needs."""
         for column, missing in self._missing.items():
             if missing.count == self.num_rows:
+                # A column of the loss may lack in one file alone, such as queries.jsonl of BEIR: the place names it.
                 where = f"{missing.first}: " if missing.needed else ""
                 needed = f"; {missing.needed}" if missing.needed else ""
                 reason = self.resolver.missing(column, self.resolver.seen)
@@ -227,16 +236,18 @@ class RowLoader:
 
     def add_file(self, file: Path) -> None:
         """Add the valid rows of a local file."""
-        if format_of(file) is JSONL:  # the common format has a fast path
-            with collector_paused():  # it would visit all rows that are Python objects, again and again
-                self._add_jsonl_blocks(file)
-        else:
-            self.add_rows(self.checker.open_file(file))
+        with self._source.errors_named(file):
+            if format_of(file) is JSONL:  # the common format has a fast path
+                with collector_paused():  # it would visit all rows that are Python objects, again and again
+                    self._add_jsonl_blocks(file)
+            else:
+                self.add_rows(self.checker.open_file(file))
 
     def _add_jsonl_blocks(self, file: Path) -> None:
         """Add the valid rows of a file of JSONL, a block of them at once where all are texts and none is invalid."""
         checker = self.checker
         checker.begin_file(self._source.file_names[file], self._source.images(file.parent))
+        # The fast path takes no block with a column that the loss asks for: all of its rows have the defaults.
         defaults = {column.name: column.typed(column.default) for column in self._source.extra_columns}
         for block in line_blocks(file):
             # Three paths, from the slowest to the fastest.

@@ -43,6 +43,12 @@ FALLBACK_MAX_LENGTH = 512
 FLOAT32_ONLY = {"xlnet": "XLNet makes the weights of its attention in float32, whatever type is asked for"}
 """model_type -> why such a model computes in no other dtype."""
 
+REFUSED_TYPES = {
+    "fnet": "FNet ignores the mask and mixes padding into every token: a text's vector would depend on its neighbours",
+    "canine": "CANINE hashes characters: it has no embedding table that token ids could be checked against",
+}
+"""model_type -> why vembed doesn't run such a model, although transformers loads it."""
+
 BIDIRECTIONAL_TYPES = frozenset(
     {"gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
 )
@@ -105,9 +111,11 @@ def checked_config(files: ModelFiles, subfolder: str) -> PreTrainedConfig:
     """Return the config of a transformer for texts; that of a decoder made bidirectional where the user wants it.
 
     Raises:
-        ConfigError: It can't be made so, or the model can't compute in the wanted dtype.
+        ConfigError: vembed doesn't run its type, it can't be made so, or it can't compute in the wanted dtype.
     """
     config = files.config(subfolder)
+    if config.model_type in REFUSED_TYPES:
+        raise ConfigError(f"{files.name}: {REFUSED_TYPES[config.model_type]}; take another model")
     reason = FLOAT32_ONLY.get(config.model_type)
     if reason and files.dtype != torch.float32:
         wanted = str(files.dtype).removeprefix("torch.")

@@ -49,7 +49,8 @@ class RunReport:
 
     # The verdict: `final_verdict` is the one that is shown
     verdict: Verdict  # on `task`, the first test set; queries are compared by its metric
-    overall: Verdict | None = None  # on the mean over all test sets; None where there is one
+    # On the mean over the test sets that are measured as `task`; with one set it is None or says what `verdict` does.
+    overall: Verdict | None = None
     sets: Sequence[SetOutcome] = ()  # test sets, that of `task` first, then guard sets
     caveats: Sequence[str] = ()  # reasons to trust the verdict less, a clause each
 
@@ -57,7 +58,8 @@ class RunReport:
     task: RetrievalData  # queries, documents and judgements of the first test set
     baseline: EvaluationResult  # the model before training, on `task`
     final: EvaluationResult  # the trained model, on `task`
-    last: EvaluationResult | None = None  # the model of the last step on `task`, where `final` is an earlier one
+    # The model of the last step on `task`. None where that is `final`, or where it couldn't be evaluated.
+    last: EvaluationResult | None = None
     bm25: EvaluationResult | None  # lexical search on `task`, to compare with; None where it wasn't run
     reverse: Reverse | None = None  # the other direction, where it is measured
     geometry: Geometry | None = None  # vectors of `task` after training
@@ -100,7 +102,7 @@ class RunReport:
 
     @property
     def final_verdict(self) -> Verdict:
-        """The verdict of the run, not only of `task`: `overall` where there are several test sets, else `verdict`."""
+        """The verdict of the run, not only of `task`: `overall` where it is given, else `verdict`."""
         return self.overall or self.verdict
 
     @property

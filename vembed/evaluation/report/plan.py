@@ -55,7 +55,7 @@ def plan_parts(
 
 def _flat(record: Mapping[str, object]) -> dict[str, str]:
     """Return a record with nested mappings spread over columns; parts of a "bytes..." mapping are bytes."""
-    # `value_text` formats by key, and shows MiB for one with "bytes" in it: parts take the key of their mapping.
+    # `value_text` shows bytes for a key that ends in "bytes", which the names of the parts don't: they are given one.
     cells: dict[str, str] = {}
     for key, value in record.items():
         if isinstance(value, Mapping):

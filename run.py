@@ -2,7 +2,12 @@
 
 import sys
 
-from vembed.entrypoints.train import main
-
 if __name__ == "__main__":
-    sys.exit(main(program="python run.py"))
+    try:
+        from vembed.entrypoints.train import main
+
+        code = main(program="python run.py")
+    except KeyboardInterrupt:  # while modules are imported: the command itself looks after signals
+        print("interrupted", file=sys.stderr)  # noqa: T201
+        code = 130
+    sys.exit(code)

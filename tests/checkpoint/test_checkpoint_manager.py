@@ -81,6 +81,15 @@ def test_saving_a_step_that_is_there_but_broken_replaces_it(tmp_path: Path) -> N
     assert names_in(tmp_path) == ["LATEST", "step-00000005"]
 
 
+def test_a_kill_before_a_best_step_was_marked_is_healed_by_the_next_save(tmp_path: Path) -> None:
+    save_step(CheckpointManager(tmp_path), 1, best=True)
+    save_step(CheckpointManager(tmp_path), 2, best=True)
+    for left in (None, "step-00000001\n"):
+        (tmp_path / "BEST").unlink() if left is None else (tmp_path / "BEST").write_text(left)
+        save_step(CheckpointManager(tmp_path), 3)
+        assert (tmp_path / "BEST").read_text() == "step-00000002\n"
+
+
 def test_retention_keeps_the_last_k_and_the_best_and_k_is_two_or_more(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 2"):
         CheckpointManager(tmp_path, keep_last=1)

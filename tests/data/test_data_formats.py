@@ -1,6 +1,7 @@
 """Every format of rows keeps the same promises: ours, and that of the plugin that CONTRIBUTING prints."""
 
 import csv
+import gc
 import gzip
 import io
 import json
@@ -8,6 +9,7 @@ import re
 import sys
 import tarfile
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 
 import vembed
 from vembed.data.formats import iter_rows
+from vembed.data.lines import numbered_lines
 from vembed.data.read import DataSource
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.registry import FORMATS
@@ -281,6 +284,18 @@ def test_a_surplus_cell_that_csv_gives_no_name_is_an_invalid_row(rows_of: Callab
     path = rows_of(lambda path: enumerate(csv.DictReader(["query,positive", "q,p", "q,p,surplus"]), start=2))
     with pytest.raises(DataError, match=r"a\.toy:3: the name of a column is no text"):
         DataSource(str(path), "train").records()
+
+
+def test_rows_of_a_parsers_own_dictionary_are_rows(rows_of: Callable[..., Path]) -> None:
+    path = rows_of(lambda path: [(1, OrderedDict(query="q", positive="p"))])
+    assert [record.query for record in DataSource(str(path), "train").records().table] == ["q"]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_packed_file_that_cannot_be_opened_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match=r"can't read .*nope\.jsonl\.gz"):
+        list(numbered_lines(tmp_path / "nope.jsonl.gz"))
+    gc.collect()
 
 
 def test_a_format_named_like_jsonl_is_read_by_its_plugin_in_every_way(registered: None, tmp_path: Path) -> None:

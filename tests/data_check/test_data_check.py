@@ -207,12 +207,13 @@ def test_all_broken_rows_are_told_by_kind(checked: Callable[..., Any]) -> None:
     assert any("bad JSON" in reason for reason in by_reason)
 
 
-def test_broken_rows_of_a_beir_folder_are_told_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["", "  "])
+def test_broken_rows_of_a_beir_folder_are_told_once(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "set"
     (folder / "qrels").mkdir(parents=True)
     queries = [{"_id": f"q{number}", "text": row["query"]} for number, row in enumerate(clean_rows(6))]
     documents = [{"_id": f"d{number}", "text": row["positive"]} for number, row in enumerate(clean_rows(6))]
-    queries[2]["text"] = ""
+    queries[2]["text"] = text
     documents[4]["text"] = 7
     written(folder / "queries.jsonl", queries)
     written(folder / "corpus.jsonl", documents)
@@ -221,6 +222,7 @@ def test_broken_rows_of_a_beir_folder_are_told_once(tmp_path: Path) -> None:
     (found,) = check.findings
     assert (found.kind, found.count, len(check.source.table)) == ("broken_rows", 3, 4)
     assert {example[2] for example in found.examples} == {"queries.jsonl:3", "corpus.jsonl:5", "train.tsv:7"}
+    assert not any("no relevant document" in note for note in check.source.notes)
 
 
 def test_a_set_without_a_usable_row_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+TRAIN = ROOT / "vembed" / "entrypoints" / "train.py"
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "faiss")  # pyarrow, which holds the rows, takes 60 ms
 
 
@@ -245,6 +246,18 @@ def test_the_command_leaves_the_callers_logging_alone(site: Site, tmp_path: Path
     with caplog.at_level("INFO", logger="vembed"):
         logger.info("still heard")
     assert "still heard" in caplog.text
+
+
+@pytest.mark.parametrize(("script", "code", "said"), [(RUN, 130, "interrupted\n"), (TRAIN, -signal.SIGINT, "")])
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path: Path, script: Path, code: int, said: str) -> None:
+    (tmp_path / "argparse.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False,
+        env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"),
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (code, said)
 
 
 def test_an_interrupt_while_a_command_is_imported_leaves_no_traceback(

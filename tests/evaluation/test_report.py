@@ -295,6 +295,8 @@ def test_columns_name_the_checkpoints_and_a_sentence_tells_them_apart() -> None:
     unseen = systems_note(replace(report, last=None))
     assert "There is no result of the model after step 20" in unseen
     assert "the last and" not in unseen
+    rest = replace(report, last=None, kept_step=20, evaluations=[(10, {METRIC: 0.7}), (20, {METRIC: 0.5})])
+    assert "the last, kept because that of step 10, the best on the dev set, isn't whole" in systems_note(rest)
     for told, given in ((True, lost), (False, one), (False, replace(lost, dev_task=""))):
         assert ("worse than the untrained one" in markdown(given)) == told
 
@@ -568,6 +570,8 @@ def test_a_section_of_a_plugin_that_fails_costs_no_report(
     }
     for name, (block, _) in rendered.items():
         registered.register(name, lambda _, block=block: Section("s", "T", [block]), module=__name__)
+    rendered["taken"] = (Code("x", "t"), "ValueError: the page has a section 'data' already")
+    registered.register("taken", lambda _: Section("data", "T", []), module=__name__)
 
     assert [section.name for section in run_report.build_page(sample()).sections] == before
     assert "the report has no section broken-section: KeyError: 'no such number'" in caplog.text

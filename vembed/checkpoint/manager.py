@@ -141,12 +141,14 @@ class CheckpointManager:
                 self._judge_failure(problem, temporary, is_last=reserved is not None)
                 return None
             self._num_failures = 0
-        # The first process alone; the others needn't wait. Also where the step was there before: a kill may have come
-        # between its rename and this.
+        # The first process alone; the others needn't wait. Also where the step was there before, and BEST also for an
+        # earlier one: a kill may have come between its rename and this.
         if self.ranks.is_first:
-            for name in (LATEST, BEST) if best else (LATEST,):
-                with _warns(f"{self.folder / name} can't be updated"):  # nothing here relies on them
-                    replace_text(self.folder / name, f"{step_name(step)}\n")
+            best_step = step if best else max(self._best_of(self._manifests()), default=None)
+            for name, pointed in ((LATEST, step), (BEST, best_step)):
+                if pointed is not None and self._pointed(name) != pointed:
+                    with _warns(f"{self.folder / name} can't be updated"):  # nothing here relies on them
+                        replace_text(self.folder / name, f"{step_name(pointed)}\n")
             self._retain(step)
         return target
 
@@ -382,13 +384,17 @@ class CheckpointManager:
         """Return the steps that were the best when saved, ascending: each one beats those before it."""
         marked = {step for step, manifest in manifests.items() if manifest.best}
         # A step that was saved before it was known to be the best has only the pointer.
-        try:
-            pointed = parse_step((self.folder / BEST).read_text(encoding="utf-8").strip())
-        except (OSError, ValueError):
-            pointed = None
+        pointed = self._pointed(BEST)
         if pointed in self.steps():
             marked.add(pointed)
         return sorted(marked)
+
+    def _pointed(self, name: str) -> int | None:
+        """Return the step that LATEST or BEST names, None where it isn't there or is damaged."""
+        try:
+            return parse_step((self.folder / name).read_text(encoding="utf-8").strip())
+        except (OSError, ValueError):
+            return None
 
     def _delete(self, folder: Path) -> None:
         """Rename, then delete: a kill in between leaves no half-empty folder with a checkpoint's name."""

@@ -21,7 +21,7 @@ def describe_source(path: str, loaded: LoadedRecords, *, parts: Mapping[str, int
 
     Args:
         path: The source, as the user named it.
-        parts: Use -> number of the loaded rows that serve it in place of training; None where all are trained on.
+        parts: Use ("dev", "test") -> number of rows held out for it; None where all rows are trained on.
     """
     table = loaded.table
     rows = f"{plural(len(table), 'row')} of {cut(path, 200)}"

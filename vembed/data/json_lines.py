@@ -46,7 +46,8 @@ def jsonl_rows(numbered: Iterable[tuple[int, bytes]]) -> Iterator[RawRow]:
 def rows_alike(block: LineBlock) -> list[dict[str, Any]] | None:
     """Return a row of JSONL for each line of a block where all can be read and have the same columns in the same order.
 
-    None leaves the block to `jsonl_rows`, which looks at each line and words the errors.
+    None leaves the block to `jsonl_rows`, which decodes it a second time, line by line, and words the errors: a file
+    whose rows don't all have the same keys, or that has blank lines, pays for both.
     """
     if len(block.data) > lines.MAX_LINE_BYTES:
         return None

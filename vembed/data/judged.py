@@ -416,6 +416,7 @@ def _read_queries(
                 queries[name] = ""  # until its picture is known to be right
                 queries[name] = document_item(images, row, "image", where, text or "")
         except Fault as fault:
+            queries[name] = ""  # `BeirSplit.rows` leaves it out, or it would be logged twice
             log.add(where, fault.reason, column=fault.column)
     return queries, lines, cells
 

@@ -23,6 +23,7 @@ from vembed.files import open_regular
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from typing import IO
 
     from vembed.data.raw_rows import RawRow
 
@@ -133,6 +134,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def text_rows(path: Path) -> Iterator[RawRow]:
     """Yield the lines of a text file (possibly .gz) as rows of one column `text`, without white space at their ends.
 
+    A blank line is a row with the text "", so that the caller can count it.
+
     Raises:
         DataError: The file can't be read on.
         MachineError: The operating system refuses to read it.
@@ -217,10 +220,10 @@ def too_long(where: str, what: str) -> DataError:
 class _Unpacked(io.RawIOBase):
     """The bytes inside a gzip file, refused where they are too many for the file's own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, packed: IO[bytes]) -> None:
         super().__init__()
         self._path = path
-        self._packed = open_regular(path)
+        self._packed = packed
         self._inside = gzip.GzipFile(fileobj=self._packed, mode="rb")
         self._count = 0
         self._broken: Exception | None = None
@@ -262,7 +265,8 @@ class _Unpacked(io.RawIOBase):
 def _opened(path: Path) -> io.BufferedReader:
     if not path.name.lower().endswith(".gz"):
         return cast("io.BufferedReader", open_regular(path))
-    return io.BufferedReader(_Unpacked(path), PIECE_BYTES)
+    # Opened here: if `_Unpacked` opened it and failed, its finalizer would close a half-made object and complain.
+    return io.BufferedReader(_Unpacked(path, open_regular(path)), PIECE_BYTES)
 
 
 def _without_bom(start: bytes, path: Path) -> bytes:

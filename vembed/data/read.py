@@ -2,8 +2,9 @@
 
 `DataSource(path, role, keys)` opens nothing. Its methods read:
 
-- `refuse_missing` opens the files, and `peek` checks their first rows, before torch is imported: in milliseconds, but
-  for tables with tabs, which are read whole to learn what a quote means there (text_tables.py).
+- `refuse_missing` opens the files, and `peek` checks the first rows of the first one, both before torch is imported.
+  They take milliseconds, except that `peek` reads a tab-separated table whole, to learn whether its quotes are
+  characters (text_tables.py).
 - `documents` reads a corpus document by document (documents.py).
 - `judged` reads queries, documents and judgements (judged.py).
 - `records` reads all rows, checks every value and collects the valid rows in an Arrow table (row_loader.py).
@@ -11,8 +12,8 @@
 The readers get the source itself. They ask it for the columns that the loss needs, the check of pictures, what resolves
 columns, the log of invalid rows, and its names for errors.
 
-What a path names is its `kind`. Rows of files and of the hub have columns of any name, and so have dictionaries that
-the code of a built-in set yields; all other kinds fix their own.
+The `kind` of a source follows from its path. `column_mapping` applies to rows of files and of the hub, and to
+dictionaries that a built-in set yields; the columns of all other sets are fixed (`FIXED_KINDS`).
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ if TYPE_CHECKING:
     from vembed.data.presets import PresetPath
 
 FIXED_KINDS = {"builtin": "a built-in set", "published": "a published set", "beir": "a BEIR folder"}
-"""Kind of set whose columns are fixed -> its name in messages."""
+"""Kind of set whose columns are fixed -> its name in messages.
+
+A built-in set is one only where its code makes records; dictionaries that it yields follow `column_mapping`.
+"""
 
 
 class DataSource:
@@ -105,7 +109,7 @@ class DataSource:
     @cached_property
     def kind(self) -> Literal["builtin", "published", "beir", "rows"]:
         """The kind of set; "rows" are local files, or a set of the hub."""
-        # Names before files: a local file whose name begins like a set is named with its folder, `./builtin:x.jsonl`.
+        # Set names win over file names: to read a local file called `builtin:x.jsonl`, write `./builtin:x.jsonl`.
         if self.path.startswith(BUILTIN_PREFIX):
             return "builtin"
         if self.preset is not None:
@@ -201,7 +205,7 @@ class DataSource:
         Raises:
             ConfigError: `column_mapping` names a target that records don't have, or one target twice.
         """
-        # One mapping serves all sets: in others than the training set, too, it may name a column that the loss reads.
+        # One `column_mapping` serves all sets: a dev or test set must accept a target that only the loss reads.
         extra = () if self.loss_needs is None else tuple(self.loss_needs.columns)
         return ColumnResolver(self.keys.column_mapping, extra)
 
@@ -236,8 +240,9 @@ class DataSource:
         looked at.
 
         Returns:
-            How the columns are read, and the modalities of the first items. Of other kinds than local files no row is
-            read: no columns, and pictures where the kind of set is known to hold some.
+            How the columns are read, and the modalities of the items in the first rows. Without local files no row is
+            read: the columns are empty, and the modalities are {"image"} if the set is known to hold pictures, else
+            empty.
 
         Raises:
             VembedError: As `records`.
@@ -257,7 +262,7 @@ class DataSource:
                 fields = checker.check_row(line, row)
                 if fields is not None:
                     modalities.update(map(modality_of, (fields.query, *fields.positives, *fields.negatives)))
-        checker.judge_first_rows(self.path if is_only_file else str(first), is_only_file=is_only_file)
+        checker.refuse_bad_start(self.path if is_only_file else str(first), is_only_file=is_only_file)
         return checker.resolver.summary(), frozenset(modalities)
 
     def raw_rows(self, count: int) -> list[dict[str, object]]:
@@ -268,8 +273,11 @@ class DataSource:
         Raises:
             VembedError: As `records`.
         """
-        rows = islice(iter_rows(self.files[0]), count) if self.files else ()
-        return [row for _, row in rows if isinstance(row, dict)]
+        if not self.files:
+            return []
+        first = self.files[0]
+        with self.errors_named(first):
+            return [row for _, row in islice(iter_rows(first), count) if isinstance(row, dict)]
 
     def _refuse_wrong_mapping(self) -> None:
         """Refuse a `column_mapping` that no rows can follow, whatever the kind of set."""
@@ -409,7 +417,9 @@ class DataSource:
         loader.checker.begin_file(part.query_file, images)
         loader.add_rows(part.rows())
         notes = [*part.data.notes, *self._mapping_note()]
-        if num_unanswered := len(part.data.queries) - loader.checker.num_rows:
+        answered = (any(grade > 0 for grade in grades.values()) for grades in part.data.qrels.values())
+        # Not the number of rows: a data check also leaves out broken queries, which may have a relevant document.
+        if num_unanswered := sum(not is_answered for is_answered in answered):
             verb = "has no relevant document and is" if num_unanswered == 1 else "have no relevant document and are"
             notes.append(f"{plural(num_unanswered, 'query', 'queries')} {verb} left out.")
         return loader.finish(f"{self._local} ({part.data.name})", notes)

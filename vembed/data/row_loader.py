@@ -1,7 +1,7 @@
-"""Load the rows of one source: check each, judge the source as a whole, and collect the valid rows in a table.
+"""Load the rows of one source: check each, refuse a source that is bad as a whole, and put the valid rows in a table.
 
 1. A `SourceChecker` resolves the columns of each row (columns.py), checks every value (check.py), counts the invalid
-   rows by what is wrong with them, and judges the source after its last row.
+   rows by what is wrong with them, and after the last row refuses the source if too much is wrong.
 2. A `RowLoader` gives it the rows, and adds the valid ones to an Arrow table (table_writer.py). Memory is the table
    plus a few thousand rows.
 """
@@ -50,9 +50,10 @@ class _Missing:
 class SourceChecker:
     """Checks one source: each row as it is read, then the source as a whole.
 
-    Call `open_file` or `begin_file` before the rows of each file, `check_row` for each row, and `judge` after the last.
+    Call `open_file` or `begin_file` before the rows of each file, `check_row` for each row, `refuse_bad` at the end.
 
     Args:
+        source: Gives the keys, what the loss needs and the names for errors; its rows come from the caller.
         problems: Collects the invalid rows; None follows the policy of the keys.
         resolver: Resolves the columns; None follows `column_mapping`.
 
@@ -153,10 +154,10 @@ class SourceChecker:
                 reason = "; ".join(filter(None, (self.resolver.missing(fault.column, row), needed)))
         self.log.add(where, reason, column=fault.column, may_drop=not fault.escapes)
 
-    def judge_first_rows(self, name: str, *, is_only_file: bool) -> None:
-        """Refuse a source early where its first rows already show that `judge` will, for its columns or for no rows.
+    def refuse_bad_start(self, name: str, *, is_only_file: bool) -> None:
+        """Refuse a source early where its first rows already show that `refuse_bad` will: wrong columns, or no rows.
 
-        Wrong values are left to `judge`, which lists those of all rows.
+        Wrong values are left to `refuse_bad`, which lists those of all rows.
 
         Args:
             name: The file, for the error.
@@ -176,7 +177,7 @@ class SourceChecker:
         if self.log.refused or (self._names_columns and is_only_file):
             self._check_missing(name if all_columns_seen else f"the first {FIRST_ROWS} rows of {name}")
 
-    def judge(self, name: str, num_kept: int) -> None:
+    def refuse_bad(self, name: str, num_kept: int) -> None:
         """Refuse a source for what is wrong with its rows; to be called after the last row.
 
         Args:
@@ -202,7 +203,8 @@ class SourceChecker:
         """Refuse rows that all lack a column which every row needs."""
         for column, missing in self._missing.items():
             if missing.count == self.num_rows:
-                # A column of the loss may lack in one file alone, such as queries.jsonl of BEIR: the place names it.
+                # `name` may be a folder of several files, as in BEIR, where only queries.jsonl can hold a column of the
+                # loss: the first row without it tells which file to fix.
                 where = f"{missing.first}: " if missing.needed else ""
                 needed = f"; {missing.needed}" if missing.needed else ""
                 reason = self.resolver.missing(column, self.resolver.seen)
@@ -214,9 +216,10 @@ class RowLoader:
     """Builds the table of one source from its valid rows.
 
     `add_file` takes a local file. Other rows come by `add_rows`, `add_row` and `add_record`, after
-    `checker.begin_file`. `finish` judges the source and returns the table.
+    `checker.begin_file`. `finish` refuses a bad source, or returns the table.
 
     Args:
+        source: Gives the keys, what the loss needs and the names for errors; its rows come from the caller.
         folder: An empty folder for the table's files; None keeps them in memory.
         problems: Collects the invalid rows; None follows the policy of the keys.
         resolver: Resolves the columns; None follows `column_mapping`.
@@ -319,10 +322,10 @@ class RowLoader:
             notes: Sentences that come before those on invalid rows and ignored columns.
 
         Raises:
-            DataError: As `SourceChecker.judge` and `refuse_unlearnable`.
+            DataError: As `SourceChecker.refuse_bad` and `refuse_unlearnable`.
         """
         checker = self.checker
-        checker.judge(source_name, len(self._writer))
+        checker.refuse_bad(source_name, len(self._writer))
         columns = checker.resolver.summary()
         table = self._writer.finish()
         refuse_unlearnable(table, self._source.training_needs)

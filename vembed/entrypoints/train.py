@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if not __package__:  # started as a file: Python put this folder on the path, where the package's parent belongs
     sys.path[0] = str(Path(__file__).resolve().parents[2])
+    # Ctrl-C while modules are imported ends this process without a traceback: its launcher says what happened.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from vembed import collector_paused
 from vembed.config.load import file_values, load_config

@@ -47,7 +47,7 @@ class EvaluationEvent:
 
 @dataclass(frozen=True, slots=True)
 class SaveEvent:
-    """A checkpoint was saved; nothing can be decided here."""
+    """A new checkpoint is on disk; one that a resumed run found there isn't told again. Nothing can be decided here."""
 
     step: int
     folder: Path
@@ -62,7 +62,7 @@ class EndEvent:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Returned by a callback: end the training after this step, with evaluation, verdict and report."""
+    """Returned by a callback: end the training after this step, which is evaluated as the last one always is."""
 
     reason: str
 

@@ -323,3 +323,12 @@ def test_a_quote_that_closes_too_far_away_is_a_character(tmp_path: Path, monkeyp
     path = tmp_path / "t.tsv"
     path.write_text('query\tpositive\n"a\tb\n' + "c\td\n" * 2000)
     assert len(pairs(path)) == 2001
+
+
+def test_a_missing_column_of_one_of_several_columnar_files_is_told_with_all_columns_that_the_file_has(
+    tmp_path: Path,
+) -> None:
+    for number, column in enumerate(("positive", "answr")):
+        pq.write_table(pa.table({"query": ["q"], column: ["p"]}), tmp_path / f"part-{number}.parquet")
+    assert "part-1.parquet:1: positive: missing" in (message := refusal(tmp_path))
+    assert "the row has query, answr" in message

@@ -88,6 +88,21 @@ def test_test_judgements_are_trained_on_only_when_named(beir_files: Path) -> Non
     assert len(load(beir_files, split="test").table) == 2
 
 
+def test_broken_rows_of_a_folder_to_train_on_are_dropped_where_that_is_asked_for(beir_files: Path) -> None:
+    with (beir_files / "corpus.jsonl").open("a") as file:
+        file.write("{bad\n")
+    with pytest.raises(DataError, match=r"corpus\.jsonl:4: bad JSON"):
+        load(beir_files)
+    kept = load(beir_files, skip_invalid_records=True, max_invalid_records=1)
+    assert (len(kept.table), kept.num_invalid) == (1, 1)
+
+
+def test_a_split_without_a_relevant_document_says_so(beir_files: Path) -> None:
+    (beir_files / "qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t0\n")
+    with pytest.raises(DataError, match=r"tiny/train\): no judged query has a relevant document"):
+        load(beir_files)
+
+
 def test_qrels_without_a_header_or_in_trec_columns_are_the_same(beir_files: Path) -> None:
     expected = judged_set(beir_files).qrels
     for text in (

@@ -86,6 +86,15 @@ def test_what_was_learnt_is_told_of_runs_that_failed_and_not_of_those_that_learn
     rows = course(losses, norms)
     found = diagnose(rows, GPU, judged(*metrics))
     assert [finding.cause for finding in found] == ([] if cause is None else [cause])
+
+
+def test_a_rate_that_throws_the_loss_back_again_and_again_is_too_high_wherever_the_last_steps_fall() -> None:
+    rows = course((2.84, 1.02), (4.3, 0.094))  # ngram-bag, 50
+    assert not diagnose(rows, GPU, judged(0.081, 0.395))
+    rows[len(rows) * 2 // 3]["loss"] = 10.65
+    (found,) = diagnose(rows, GPU, judged(0.081, 0.395))
+    assert found.cause == "learning rate too high"
+    assert "jumped to 10.65 in the second half" in found.sentence
     assert diagnose(rows[:19], GPU, judged(0.3, 0.3)) == (), "19 steps are too few to judge a course by"
 
 

@@ -60,7 +60,8 @@ def rows_alike(block: LineBlock) -> list[dict[str, Any]] | None:
         while at < len(text):
             row, at = scan(text, at)
             rows.append(row)
-            # The line has to end right behind its object: white space there is left to `jsonl_rows`, as all else.
+            # The line has to end right behind its object: a line with anything there, even a space, sends the block
+            # to `jsonl_rows`.
             if text[at] != "\n":
                 if text[at : at + 2] != "\r\n":
                     return None

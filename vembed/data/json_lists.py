@@ -94,7 +94,8 @@ class _JsonText:
                     continue
                 raise self.broken(error.msg, error.pos) from error
             except (ValueError, RecursionError) as error:
-                raise self.broken(str(error)) from error
+                reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+                raise self.broken(reason) from error
             if end == len(self._text) and isinstance(value, (int, float)) and self._read_more():
                 continue  # a number may go on as well
             self._at = end

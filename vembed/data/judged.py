@@ -326,7 +326,7 @@ def read_beir(
             documents[name] = document_item(images, row, "image", where, text) if has_picture else text
             num_empty += not (text or has_picture)
         except Fault as fault:
-            log.add(where, fault.reason, column=fault.column)
+            log.add(where, fault.reason, column=fault.column, may_drop=not fault.escapes)
     if not documents and not log.count:
         raise DataError(f"{corpus_file} holds no documents")
     if log.refused:
@@ -417,7 +417,7 @@ def _read_queries(
                 queries[name] = document_item(images, row, "image", where, text or "")
         except Fault as fault:
             queries[name] = ""  # `BeirSplit.rows` leaves it out, or it would be logged twice
-            log.add(where, fault.reason, column=fault.column)
+            log.add(where, fault.reason, column=fault.column, may_drop=not fault.escapes)
     return queries, lines, cells
 
 

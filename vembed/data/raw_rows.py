@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     Wanted: TypeAlias = Callable[[Sequence[str]], Sequence[str]]
-    """Given the columns of a columnar file, returns those to read; the default `list` wants all columns."""
+    """Given the columns of a columnar file, returns those to read; the function `list` returns them all."""
 
 
 class Unreadable(str):

@@ -157,7 +157,7 @@ class DataSource:
 
     @property
     def name(self) -> str:
-        """Name for a table of results: "stdlib-code/dev", "dev.jsonl", "owner/name/test"."""
+        """Name for a table of results: "stdlib-code/dev", "dev.jsonl", "owner/name", with a `split` "owner/name/x"."""
         if self.kind == "builtin":
             return f"{self._builtin_name}/{self._builtin_split}"
         name = self._local.absolute().name if os.path.lexists(self._local) else self.path  # "." has no name itself
@@ -411,6 +411,8 @@ class DataSource:
     def _load_beir(self, problems: ProblemLog | None) -> LoadedRecords:
         """Return a record per query of a BEIR split that has a relevant document."""
         images = self.images(self._local)
+        # One log, and so one budget of invalid rows, for the folder's files and the records made of them.
+        problems = self.new_log() if problems is None else problems
         part = self._read_beir(images, self.extra_columns, problems)
         resolver = ColumnResolver({}, self.extra_columns)  # without column_mapping: the layout fixes the columns
         loader = RowLoader(self, problems=problems, resolver=resolver)
@@ -419,7 +421,10 @@ class DataSource:
         notes = [*part.data.notes, *self._mapping_note()]
         answered = (any(grade > 0 for grade in grades.values()) for grades in part.data.qrels.values())
         # Not the number of rows: a data check also leaves out broken queries, which may have a relevant document.
-        if num_unanswered := sum(not is_answered for is_answered in answered):
+        num_unanswered = sum(not is_answered for is_answered in answered)
+        if num_unanswered == len(part.data.qrels):
+            raise DataError(f"{self._local} ({part.data.name}): no judged query has a relevant document to learn from")
+        if num_unanswered:
             verb = "has no relevant document and is" if num_unanswered == 1 else "have no relevant document and are"
             notes.append(f"{plural(num_unanswered, 'query', 'queries')} {verb} left out.")
         return loader.finish(f"{self._local} ({part.data.name})", notes)

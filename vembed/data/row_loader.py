@@ -73,10 +73,11 @@ class SourceChecker:
         self.num_rows = 0
         self._missing: dict[str, _Missing] = {}  # by the name of the column
         self._unclear = UnclearLabels()
-        # Of the file that was begun last; `begin_file` sets all four.
+        # Of the file that was begun last; `begin_file` sets all five.
         self.file = ""
         self._is_table = False  # CSV or TSV
         self._names_columns = False  # a header, or the schema of a columnar file, names every column
+        self._schema: Sequence[str] = ()  # all columns of a columnar file: its rows hold only those that are read
         self._row_checker: RowChecker
 
     def open_file(self, file: Path) -> Iterable[RawRow]:
@@ -104,7 +105,7 @@ class SourceChecker:
             cells_are_text: The file is CSV or TSV.
         """
         self.file, self._is_table = name, cells_are_text
-        self._names_columns = cells_are_text  # of a columnar file, `wanted` sets it
+        self._names_columns, self._schema = cells_are_text, ()  # of a columnar file, `wanted` sets both
         self._row_checker = RowChecker(
             images,
             cells_are_text=cells_are_text,
@@ -115,7 +116,7 @@ class SourceChecker:
 
     def wanted(self, names: Sequence[str]) -> list[str]:
         """Return the columns to read among those of a columnar file."""
-        self._names_columns = True
+        self._names_columns, self._schema = True, names
         return self.resolver.wanted(names, where=f"{self.file}:1")
 
     def count_checked(self, count: int) -> None:
@@ -151,7 +152,8 @@ class SourceChecker:
             # the first row without the column, and counts the others. If all rows lack it, `_check_missing` says so.
             reason = ""
             if self.log.lists_missing(fault.column):
-                reason = "; ".join(filter(None, (self.resolver.missing(fault.column, row), needed)))
+                names = self._schema or row
+                reason = "; ".join(filter(None, (self.resolver.missing(fault.column, names), needed)))
         self.log.add(where, reason, column=fault.column, may_drop=not fault.escapes)
 
     def refuse_bad_start(self, name: str, *, is_only_file: bool) -> None:
@@ -300,7 +302,7 @@ class RowLoader:
             if column.required and column.name not in record.columns and needs is not None:
                 raise DataError(f"{record.location}: {column.name}: missing; {needs.reason_for(column)}")
         file, _, line = record.location.rpartition(":")
-        if not line.isascii() or not line.isdigit():
+        if not file or not line.isascii() or not line.isdigit():
             raise DataError(f"a record has the location {record.location!r}; write it as file:line")
         self.checker.count_checked(1)
         self._writer.add(

@@ -49,6 +49,10 @@ HIGH_LOSS = 0.4
 """Share of its start from which the loss at the end is high: 0.5 to 1.4 at 100 to 10,000 times the learning rate that
 fits. Most runs that learn end below."""
 
+PEAK_LOSS = 2.0
+"""Loss of a step in the second half of a run over that at the start, which no rate that fits reaches: 4 at 25,000 times
+such a rate."""
+
 SHRUNK_GRADIENT, GROWN_GRADIENT = 0.25, 20.0
 """Gradient norm at the end over that at the start, relative to the same of the loss. Steps that are too large let the
 weights grow, and the gradient of a cosine similarity shrinks as they do: 0.02 to 0.15 at such a learning rate, 0.9 and
@@ -243,16 +247,24 @@ def _idle(numbers: Numbers) -> Finding | None:
 def _rate_too_high(numbers: Numbers) -> Finding | None:
     """Find a loss that stays high or rises while the gradient shrinks or explodes."""
     losses, norms = numbers.ends("loss"), numbers.ends("grad_norm")
-    if losses is None or norms is None or min(*losses, norms[0]) <= NO_LOSS or losses[1] < HIGH_LOSS * losses[0]:
+    if losses is None or norms is None or min(*losses, norms[0]) <= NO_LOSS:
         return None
+    course = f"only went from {losses[0]:.4g} to {losses[1]:.4g}"
+    if losses[1] < HIGH_LOSS * losses[0]:
+        # Mostly lower, but thrown back again and again: where the last steps happen to fall says little.
+        values = [row["loss"] for row in numbers.rows if "loss" in row]
+        peak = max(values[len(values) // 2 :])
+        if peak < PEAK_LOSS * losses[0]:
+            return None
+        course = f"went from {losses[0]:.4g} to {losses[1]:.4g}, but jumped to {peak:.4g} in the second half,"
     # A gradient shrinks about as its loss does: a change beyond that comes from the size of the weights.
     rate, change = numbers.setup.learning_rate, norms[1] / norms[0] / (losses[1] / losses[0])
     if SHRUNK_GRADIENT <= change <= GROWN_GRADIENT:
         return None
     return Finding(
         "learning rate too high",
-        f"The loss only went from {losses[0]:.4g} to {losses[1]:.4g} while the gradient's norm went from "
-        f"{norms[0]:.2g} to {norms[1]:.2g}: the steps are so large that they overshoot.",
+        f"The loss {course} while the gradient's norm went from {norms[0]:.2g} to {norms[1]:.2g}: the steps are so "
+        f"large that they overshoot.",
         f"Lower learning_rate, now {rate:.3g}, tenfold or more: {rate / 10:.3g}, {rate / 100:.3g}. A longer warmup "
         f"(warmup_ratio) helps where the loss falls first and rises at the peak.",
     )

@@ -97,6 +97,12 @@ def test_broken_rows_of_a_folder_to_train_on_are_dropped_where_that_is_asked_for
     assert (len(kept.table), kept.num_invalid) == (1, 1)
 
 
+def test_a_folder_whose_only_answered_query_is_broken_says_why_it_holds_no_rows(beir_files: Path) -> None:
+    (beir_files / "queries.jsonl").write_text('{"_id": "q2", "text": 5}\n')
+    with pytest.raises(DataError, match=r"holds no rows: .*queries\.jsonl:1: text: expected text"):
+        load(beir_files, skip_invalid_records=True, max_invalid_records=10)
+
+
 def test_a_split_without_a_relevant_document_says_so(beir_files: Path) -> None:
     (beir_files / "qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t0\n")
     with pytest.raises(DataError, match=r"tiny/train\): no judged query has a relevant document"):

@@ -79,8 +79,8 @@ def json_object(path: Path) -> dict[str, Any]:
     """Return the one JSON object that a file holds, read as a whole.
 
     Raises:
-        DataError: It is no JSON, no object, or too long.
-        MachineError: The operating system refuses to read the file.
+        DataError: It is no JSON, no object, too long, or can't be read on (bad UTF-8, broken gzip).
+        MachineError: The system refuses to read it, or it is no regular file.
     """
     parts, left = [], MAX_OBJECT_CHARACTERS
     for piece in pieces(path):

@@ -1,8 +1,9 @@
 """Read a text file in bounded memory: as numbered lines, in blocks of them, or as one text piece by piece.
 
-A file, unpacked where it is gzip, is read in blocks of a few MiB that end where a line ends (`line_blocks`). What no
-honest set does ends the reading with a `DataError`, in place of hours or gigabytes: a line of over 64 MiB, a million
-blank lines in a row, a gzip file that unpacks to 200 times its size. JSON is decoded in json_lines.py.
+A file, unpacked where it is gzip, is read in blocks of a few MiB that end where a line ends (`line_blocks`). Three
+things that no real data set has are refused with a `DataError`, before they cost hours or gigabytes: a line of over
+64 MiB, over a million blank lines in a row, and a gzip file that unpacks to over 200 times its size. JSON is decoded in
+json_lines.py.
 """
 
 from __future__ import annotations

@@ -153,6 +153,7 @@ class DataSource:
 
     @cached_property
     def _files_and_notes(self) -> tuple[list[Path], tuple[str, ...]]:
+        """Local files of rows, and sentences on which split was chosen; folders are listed once for each source."""
         return row_files(self.path, self) if self.kind == "rows" else ([], ())
 
     @property
@@ -249,7 +250,7 @@ class DataSource:
         """
         self._refuse_wrong_mapping()
         if not self.files:
-            has_pictures = self.kind == "published"
+            has_pictures = self.kind == "published"  # every preset has them; one of texts alone would need a flag
             if self.kind == "builtin" and self._builtin_name in DATASETS:  # it isn't made, which takes seconds
                 has_pictures = DATASETS.load(self._builtin_name).holds_pictures
             return self.new_resolver().summary(), frozenset({"image"} if has_pictures else ())
@@ -295,7 +296,8 @@ class DataSource:
             takes_pairs: Whether rows with graded pairs become a task of these, on which nothing is searched.
 
         Raises:
-            ConfigError: As `records`.
+            ConfigError: As `records`; never of a set with judgements of its own, which only notes that
+                `column_mapping` has no effect.
             DataError: As `records` and `read_beir`.
             MachineError: As `records`.
         """

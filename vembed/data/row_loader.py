@@ -192,7 +192,8 @@ class SourceChecker:
         # The most general cause first: no rows, a misspelt mapping, a column that all rows lack, unclear labels, too
         # many invalid rows, no valid row.
         if not self.num_rows:
-            raise DataError(f"{name} holds no rows")
+            # A BEIR folder logs its broken queries itself and makes no row of them: they may be why there is none.
+            raise DataError(": ".join((f"{name} holds no rows", *self.log.notes())))
         # One mapping serves all sets: a set that isn't trained on need not have the columns that training drops.
         self.resolver.check_mapping(name, trains=self._source.role == "train")
         self._check_missing(name)

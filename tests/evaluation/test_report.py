@@ -25,7 +25,7 @@ from vembed.batch import Image
 from vembed.data.judged import RetrievalData
 from vembed.errors import MachineError
 from vembed.evaluation.judge import Comparison, SetOutcome, Verdict, compare, mean_interval, verdict
-from vembed.evaluation.report import changes, run_report
+from vembed.evaluation.report import TAKEN_NAMES, changes, run_report
 from vembed.evaluation.report.comparison import (
     best_dev_step,
     forward_comparisons,
@@ -371,6 +371,15 @@ def test_notes_of_every_evaluation_stand_on_the_page_once() -> None:
 # --- the page
 
 EVERY = ["metrics", "queries", "changes", "curves", "ranks", "data", "plan", "reproduce"]
+
+
+def test_the_names_that_no_plugin_may_take_are_the_ids_of_the_page() -> None:
+    page_ids = {section.name for section in run_report.build_page(sample()).sections} | {"verdict", "main"}
+    assert page_ids <= {*TAKEN_NAMES}
+    html = render_html(run_report.build_page(sample()))
+    assert all(f'id="{name}"' in html for name in page_ids)
+
+
 NOTHING: dict[str, Any] = {
     "steps": [], "evaluations": [], "bm25": None, "plan": {}, "config": {}, "environment": {}, "data_facts": []
 }  # fmt: skip

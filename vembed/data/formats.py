@@ -67,10 +67,7 @@ def register_format(suffix: str) -> Callable[[PluginRows], PluginRows]:
             line = 0
             try:
                 for line, row in function(path):
-                    if isinstance(row, str):
-                        yield line, Unreadable(row)
-                    else:  # an OrderedDict of a parser is a row too; `row_of` takes plain dictionaries only
-                        yield line, row_of(dict(row) if isinstance(row, dict) else row)
+                    yield line, Unreadable(row) if isinstance(row, str) else row_of(row)
             except (ValueError, EOFError) as error:  # of Python's decoders; any other error is a fault of the code
                 reason = str(error) or type(error).__name__
                 raise DataError(f"{path.name}:{line}: can't be read on as {suffix}: {reason}") from error

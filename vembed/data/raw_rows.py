@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -25,9 +26,11 @@ MAX_COLUMNS = 10_000
 
 
 def row_of(value: object) -> dict[str, Any] | Unreadable:
-    """Return a value of JSON as a row, or why it is none."""
-    if type(value) is not dict:
-        return Unreadable(f"expected a JSON object, got {type(value).__name__}")
+    """Return a value of JSON, or a mapping that code yields, as a row; or why it is none."""
+    if type(value) is not dict:  # the common type first: this runs for every row
+        if not isinstance(value, Mapping):
+            return Unreadable(f"expected a JSON object, got {type(value).__name__}")
+        value = dict(value)
     if len(value) > MAX_COLUMNS:
         return Unreadable(f"{len(value):,} columns, and a row has at most {MAX_COLUMNS:,}")
     # Never in JSON, but code may yield it: `csv.DictReader` files surplus cells under None. Types are compared first,

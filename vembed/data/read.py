@@ -404,7 +404,7 @@ class DataSource:
             if isinstance(row, Record):
                 loader.add_record(row)
             elif isinstance(row, Mapping):
-                loader.add_row(number, row_of(dict(row)))
+                loader.add_row(number, row_of(row))
             else:
                 loader.add_row(number, Unreadable(f"expected a dictionary or a Record, got {type(row).__name__}"))
         # Records alone have no columns to map: `check_mapping` passes, and a key without effect must be told.

@@ -34,12 +34,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run whole commands first, and leave most cases of the large tables to the slow tests.
 
     At the end only short tests are left to share out. Many tests go through tables of families, losses, settings or
-    broken inputs: a row of each table, drawn by its name, is enough to see at once that something broke.
+    broken inputs: a row of each table, drawn by its name, is enough to see at once that something broke. A row that
+    alone sees a grave fault is marked `always`, and runs beside the drawn one.
     """
     items.sort(key=lambda item: "entrypoints" not in item.path.parts)
     cases = defaultdict(list)
     for item in items:
-        if item.path.parent.name in SAMPLED_ROOMS and item.get_closest_marker("slow") is None:
+        marks = {mark.name for mark in item.iter_markers()}
+        if item.path.parent.name in SAMPLED_ROOMS and not marks & {"slow", "always"}:
             cases[item.nodeid.partition("[")[0]].append(item)
     for table in cases.values():
         drawn = SAMPLED_CASES[table[0].path.parent.name]

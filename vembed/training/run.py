@@ -33,7 +33,7 @@ from vembed.config.record import config_hash, dump_config, plain_values, shared_
 from vembed.data.picture_survey import what_is_read
 from vembed.distributed.lock import FolderInUseError, hold_output
 from vembed.distributed.runtime import start_runtime
-from vembed.distributed.shards import total_norm
+from vembed.distributed.shards import reshard, total_norm
 from vembed.distributed.signals import StopSignal
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, MachineError, PreemptedError
@@ -363,8 +363,10 @@ class Run:
 
     @cached_property
     def optimizer(self) -> Optimizer:
-        """AdamW with the schedule of the plan. Made after sharding: it holds the shards."""
+        """AdamW with the schedule of the plan, over the shards where the encoder is sharded."""
         plan = self.plan
+        # An evaluation before this leaves whole weights in place of the shards, and those never get a gradient.
+        reshard(self.encoder)
         schedule = Schedule(plan.batch.learning_rate, self.config.scheduler_type, plan.steps.warmup, plan.steps.total)
         scales = plan.dtype == "float16"
         return Optimizer(self.encoder, self.loss, self.config, schedule, loss_scaling=scales, ranks=self.ranks)

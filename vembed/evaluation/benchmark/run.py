@@ -31,6 +31,7 @@ from vembed.evaluation.benchmark.stored import (
     VARIANTS_FOLDER,
     VECTORS_FOLDER,
     Cost,
+    plugin_metrics_key,
     read_stored,
     task_key,
     write_stored,
@@ -274,7 +275,7 @@ def _bm25_entry(each: _Set, output: Path, options: BenchmarkOptions, language: B
     folder = f"{BM25}/{each.folder}"
     versions = {"bm25s": bm25s.__version__, "stemmer": Stemmer.version()}
     settings = {"k1": K1, "b": B, "language": language, **versions, "ks": list(options.ks), "depth": options.depth}
-    key = {**task_key(each.task, with_texts=True), "search": digest(settings)}
+    key = {**task_key(each.task, with_texts=True), **plugin_metrics_key(), "search": digest(settings)}
     title = f"{BM25} on {each.label}"
     stored, reason = read_stored(output / folder, key, system=BM25)
     if stored is not None:
@@ -377,7 +378,7 @@ class _SetRun:
             for name, value in vectors.key.items()
             if name not in (*self._run.key, "side")
         }
-        return {**self._task_key, **self._run.key, **vectors, "search": digest(search)}
+        return {**self._task_key, **self._run.key, **vectors, **plugin_metrics_key(), "search": digest(search)}
 
     def search(self, variant: Variant) -> tuple[EvaluationResult, Cost]:
         """Search a variant, score what it finds, and time it."""

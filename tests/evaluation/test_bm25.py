@@ -17,7 +17,7 @@ import torch
 from vembed.batch import Image
 from vembed.data.judged import RetrievalData
 from vembed.data.read import DataSource
-from vembed.errors import DataError, PreemptedError
+from vembed.errors import ConfigError, DataError, PreemptedError
 from vembed.evaluation.benchmark.run import BenchmarkOptions, run_benchmark
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
 from vembed.evaluation.keys import Bm25Language
@@ -194,3 +194,5 @@ def test_a_benchmark_leaves_the_set_with_pictures_out_and_says_so(
         results = list(run_benchmark([], paths, tmp_path / "out", options))
     assert [result.task for result in results] == ["words.jsonl"]
     assert [record.getMessage().count("BM25 is left out") for record in caplog.records] == [1]
+    with pytest.raises(ConfigError, match="bm25 alone"):
+        list(run_benchmark([], paths[:1], tmp_path / "out", options))

@@ -216,6 +216,8 @@ def run_benchmark(
     if any(variant.dimension for variant in options.variants) and len(models) > 1:
         for model, label in zip(models, labels, strict=True):  # seconds now, against hours of encoding lost on it later
             check_model(options.variants, label, load_model(model))
+    if not models and all(why_no_bm25(searched.task) for searched in sets):
+        raise ConfigError("bm25 alone can't evaluate a set with pictures, and no other set is named: add a model")
     if options.bm25_language is not None:
         for searched in sets:
             if searched.forward is not None:  # a reversed set has pictures on one side: nothing for words

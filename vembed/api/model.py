@@ -131,8 +131,8 @@ class EmbeddingModel:
         return self._encoder.prompts
 
     def similarity_pairwise(self, queries: Any, documents: Any) -> NDArray[np.float32]:
-        """Return the score of each query for the document of the same row, (n,) float32."""
-        pairs = zip(np.asarray(queries), np.asarray(documents), strict=True)
+        """Return the score of each query for the document of the same row, (n,) float32; a single vector is a row."""
+        pairs = zip(np.atleast_2d(queries), np.atleast_2d(documents), strict=True)
         return np.array([self.similarity(*pair)[0, 0] for pair in pairs], dtype=np.float32)
 
     @cached_property

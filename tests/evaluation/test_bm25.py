@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import unicodedata
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -133,6 +134,15 @@ def test_another_language_has_its_own_stems_and_stop_words() -> None:
     assert not found("die Häuser", "ein Haus", "english")
     assert not found("nicht ohne", "nicht ohne", "german"), "stop words"
     assert found("nicht ohne", "nicht ohne", "english")
+
+
+@pytest.mark.parametrize("language", ["german", "plain"])
+def test_an_accent_that_is_a_character_of_its_own_parts_no_word(language: Bm25Language) -> None:
+    apart = unicodedata.normalize("NFD", "Müller")
+    assert apart != "Müller"
+    assert found("Müller", apart, language)
+    assert found(apart, "Müller", language)
+    assert not found("mu", apart, language)
 
 
 def test_every_language_that_the_key_names_is_one_of_the_stemmer_and_of_the_stop_words() -> None:

@@ -276,7 +276,8 @@ def _bm25_entry(each: _Set, output: Path, options: BenchmarkOptions, language: B
     """Return what word matching finds in a set."""
     folder = f"{BM25}/{each.folder}"
     versions = {"bm25s": bm25s.__version__, "stemmer": Stemmer.version()}
-    settings = {"k1": K1, "b": B, "language": language, **versions, "ks": list(options.ks), "depth": options.depth}
+    read = {"language": language, "unicode": "NFC"}
+    settings = {"k1": K1, "b": B, **read, **versions, "ks": list(options.ks), "depth": options.depth}
     key = {**task_key(each.task, with_texts=True), **plugin_metrics_key(), "search": digest(settings)}
     title = f"{BM25} on {each.label}"
     stored, reason = read_stored(output / folder, key, system=BM25)

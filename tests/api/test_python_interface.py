@@ -255,3 +255,13 @@ def test_evaluating_says_what_was_cut_and_what_is_missing(bag: Path, beir: Path,
         vembed.evaluate(bag, tmp_path / "nothing")
     with pytest.raises(vembed.DataError, match="no split 'dev'"):
         vembed.evaluate(bag, beir, split="dev")
+
+
+# --- one in place of a list
+
+
+def test_one_word_stands_for_a_list_of_one(bag: Path, tmp_path: Path) -> None:
+    with pytest.raises(vembed.ConfigError, match=r"there is no folder .*missing"):
+        vembed.compare(str(tmp_path / "missing"))
+    with pytest.raises(vembed.ConfigError, match="--language 'no code'"):
+        vembed.load(bag).push_to_hub("team/name", dry_run=True, language="no code")

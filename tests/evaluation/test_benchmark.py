@@ -220,6 +220,8 @@ def test_names_are_short_tell_no_secret_and_no_two_are_alike(tmp_path: Path, mon
     for label, twice in ((model_labels, (["bag", "./bag"],)), (set_labels, (["s", "s"], ["x/s", "x/s/"]))):
         with pytest.raises(ConfigError, match="named twice"):
             label(*twice)
+    (tmp_path / "BM25").mkdir()
+    assert model_labels(["./BM25"], taken=("BM25",)) == [f"{tmp_path.name}/BM25"]
     folders = unique_folders(["a b", "a/b", "c", "BM25"], taken=("BM25",))
     assert len({*folders, "BM25"}) == 5
     assert folders[2] == "c"

@@ -26,7 +26,7 @@ from vembed.data.judged import REVERSED
 from vembed.data.keys import DataKeys, LabelKind
 from vembed.data.read import DataSource
 from vembed.errors import ConfigError
-from vembed.evaluation.benchmark.names import folder_names, model_labels, set_labels, unique_folders
+from vembed.evaluation.benchmark.names import model_labels, set_labels, unique_folders
 from vembed.evaluation.benchmark.stored import (
     VARIANTS_FOLDER,
     VECTORS_FOLDER,
@@ -211,7 +211,8 @@ def run_benchmark(
             before the first model is loaded.
     """
     names = [model.model_name for model in models]
-    labels, folders = model_labels(names), folder_names(names, taken=(BM25,))
+    labels = model_labels(names, taken=(BM25,))
+    folders = unique_folders(labels, taken=(BM25,))
     sets = _load_sets(paths, options)
     if any(variant.dimension for variant in options.variants) and len(models) > 1:
         for model, label in zip(models, labels, strict=True):  # seconds now, against hours of encoding lost on it later

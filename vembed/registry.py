@@ -11,6 +11,7 @@ package says which module brings which name, by entry points of the group `vembe
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import re
@@ -369,6 +370,12 @@ def plugin_of(encoder: object) -> str:
     modules = {*ENCODERS.plugins().values(), *FAMILIES.plugins().values()}
     parts = (encoder, getattr(encoder, "family", None))
     return next((type(part).__module__ for part in parts if type(part).__module__ in modules), "")
+
+
+def module_code(name: str) -> str:
+    """Return a hash of a plugin's module, on which what is kept of its work depends; the name where it has no file."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else name
 
 
 def import_extra(module: str, extra: str, what: str) -> Any:

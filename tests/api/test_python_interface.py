@@ -214,16 +214,32 @@ def test_vectors_that_are_not_finite_are_refused(bag: Path) -> None:
 # --- evaluate
 
 
-def test_evaluating_gives_the_numbers_of_the_command(bag: Path, beir: Path, tmp_path: Path) -> None:
-    result = vembed.evaluate(bag, beir, output=tmp_path / "ours")
+def test_evaluating_gives_the_numbers_of_the_command(
+    bag: Path, beir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # --output=~/theirs: no shell expands that
+    monkeypatch.chdir(tmp_path)
+    result = vembed.evaluate(bag, beir, output="~/ours")
     assert evaluate_command.main(
-        [str(bag), "--data", str(beir), "--output", str(tmp_path / "theirs")], program="vembed evaluate"
+        [str(bag), "--data", str(beir), "--output=~/theirs"], program="vembed evaluate"
     ) == 0  # fmt: skip
+    assert not (tmp_path / "~").exists()
     (theirs,) = (tmp_path / "theirs" / "bag").glob("*/metrics.json")
     assert dict(result.metrics) == json.loads(theirs.read_text())["metrics"]
     assert dict(result.metrics) == json.loads((tmp_path / "ours/metrics.json").read_text())["metrics"]
     assert result.num_queries == 2
     assert vembed.evaluate(vembed.load(bag), str(beir)).metrics == result.metrics
+
+
+def test_what_evaluating_refuses_is_refused_before_a_model_is_loaded(beir: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(vembed.ConfigError, match="label_kind: must be auto, class, pair or grade, got 'grades'"):
+        vembed.evaluate("./no-such-model", beir, label_kind="grades")  # type: ignore[arg-type]
+    with pytest.raises(vembed.MachineError, match="holds other files"):
+        vembed.evaluate("./no-such-model", beir, output=tmp_path)
+    with pytest.raises(vembed.ConfigError, match="no-such-model"):
+        vembed.evaluate("./no-such-model", beir, output=tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_evaluating_says_what_was_cut_and_what_is_missing(bag: Path, beir: Path, tmp_path: Path) -> None:
@@ -239,3 +255,13 @@ def test_evaluating_says_what_was_cut_and_what_is_missing(bag: Path, beir: Path,
         vembed.evaluate(bag, tmp_path / "nothing")
     with pytest.raises(vembed.DataError, match="no split 'dev'"):
         vembed.evaluate(bag, beir, split="dev")
+
+
+# --- one in place of a list
+
+
+def test_one_word_stands_for_a_list_of_one(bag: Path, tmp_path: Path) -> None:
+    with pytest.raises(vembed.ConfigError, match=r"there is no folder .*missing"):
+        vembed.compare(str(tmp_path / "missing"))
+    with pytest.raises(vembed.ConfigError, match="--language 'no code'"):
+        vembed.load(bag).push_to_hub("team/name", dry_run=True, language="no code")

@@ -127,6 +127,8 @@ def test_pairs_are_compared_row_by_row(bag: Path) -> None:
     table = model.similarity(queries, documents)
     pairs = model.similarity_pairwise(queries, documents)
     np.testing.assert_allclose(pairs, [table[0, 0], table[1, 1]], rtol=1e-6)
+    # A single vector is a row, as `similarity` takes it: its numbers are no pairs.
+    np.testing.assert_allclose(model.similarity_pairwise(queries[1], documents[1]), [table[1, 1]], rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ def test_qrels_without_a_header_or_in_trec_columns_are_the_same(beir_files: Path
     ("line", "words"),
     [
         ("q1\td3\thigh", "test.tsv:5: score 'high' is not a whole number"),
+        ("q1\td3\t2147483647", "test.tsv:5: score '2147483647' is over 1,000,000"),
         ("q1\td3\t0.5", "test.tsv:5: score '0.5'"),
         (f"q1\td3\t{10**30}", "test.tsv:5: score '1000000"),
         ("q1\td3", "test.tsv:5: 2 columns"),

@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 
 import vembed
 from vembed.errors import ConfigError
-from vembed.evaluation.benchmark.names import folder_names
+from vembed.evaluation.benchmark.names import model_labels, unique_folders
 from vembed.models.tables import NgramBag, NgramBagConfig
 
 WORDS = ("apple", "train", "river", "stone", "window", "garden", "paper", "winter", "music", "bridge")
@@ -305,10 +305,10 @@ def test_models_whose_paths_end_alike_get_names_of_their_own(tmp_path: Path) -> 
     for name in ("a/model", "b/model", "c"):
         (tmp_path / name).mkdir(parents=True)
     paths = [str(tmp_path / name) for name in ("a/model", "b/model", "c")]
-    assert folder_names(paths) == ["a_model", "b_model", "c"]
-    assert folder_names(["owner/one", "other/one"]) == ["owner_one", "other_one"]
+    assert unique_folders(model_labels(paths)) == ["a_model", "b_model", "c"]
+    assert unique_folders(model_labels(["owner/one", "other/one"])) == ["owner_one", "other_one"]
     with pytest.raises(ConfigError, match="named twice"):
-        folder_names([paths[0], paths[0]])
+        model_labels([paths[0], paths[0]])
 
 
 def test_the_command_is_kept_without_the_secrets_of_an_address(call: Any, sets: list[Path], tmp_path: Path) -> None:

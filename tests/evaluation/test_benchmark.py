@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from vembed.evaluation.results import EvaluationResult
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.tables import NgramBag, NgramBagConfig
+from vembed.registry import METRICS, import_plugins
 from vembed.vectors.provenance import changed_parts, item_id, items_digest, model_key, vectors_key
 
 KEY = {"weights": "a", "texts": "b"}
@@ -96,6 +98,33 @@ def test_a_changed_query_is_the_only_one_that_is_encoded_again(tmp_path: Path, m
     entry = run([*queries[:7], "another query", *queries[8:]])
     assert (sum(encoded), entry.resumed) == (1, False)
     assert entry.result.num_queries == 20
+
+
+def test_a_plugins_metric_that_is_new_or_was_edited_is_computed_on_kept_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(METRICS, "_entries", dict(METRICS._entries))
+    monkeypatch.setattr(METRICS, "_plugins", dict(METRICS._plugins))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    bag().save(tmp_path / "bag")
+    rows = [{"query": f"the query {number}", "positive": f"document {number}"} for number in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = BenchmarkOptions(torch.device("cpu"), 64, None, None, "english", lambda: None)
+
+    def run() -> list[tuple[bool, float | None]]:
+        entries = run_benchmark([ModelKeys(model_name="bag")], ["rows.jsonl"], Path("out"), options)
+        return [(entry.resumed, entry.result.metrics.get("constant@1")) for entry in entries]
+
+    assert run() == [(False, None)] * 2
+    for number in (1, 22):  # of other lengths: Python tells sources of one second apart by their size
+        code = f"import vembed\n\n\n@vembed.register_metric\ndef constant(ranked, judged, k):\n    return {number}\n"
+        (tmp_path / "constant_metric.py").write_text(code)
+        sys.modules.pop("constant_metric", None)
+        import_plugins(["constant_metric"])
+        assert run() == [(False, number)] * 2
+        assert run() == [(True, number)] * 2
+    del sys.modules["constant_metric"]
 
 
 def test_the_key_of_a_task_sees_ids_judgements_and_where_asked_texts() -> None:
@@ -191,6 +220,8 @@ def test_names_are_short_tell_no_secret_and_no_two_are_alike(tmp_path: Path, mon
     for label, twice in ((model_labels, (["bag", "./bag"],)), (set_labels, (["s", "s"], ["x/s", "x/s/"]))):
         with pytest.raises(ConfigError, match="named twice"):
             label(*twice)
+    (tmp_path / "BM25").mkdir()
+    assert model_labels(["./BM25"], taken=("BM25",)) == [f"{tmp_path.name}/BM25"]
     folders = unique_folders(["a b", "a/b", "c", "BM25"], taken=("BM25",))
     assert len({*folders, "BM25"}) == 5
     assert folders[2] == "c"

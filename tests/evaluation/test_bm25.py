@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import unicodedata
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from vembed.batch import Image
 from vembed.data.judged import RetrievalData
 from vembed.data.read import DataSource
-from vembed.errors import DataError, PreemptedError
+from vembed.errors import ConfigError, DataError, PreemptedError
 from vembed.evaluation.benchmark.run import BenchmarkOptions, run_benchmark
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
 from vembed.evaluation.keys import Bm25Language
@@ -135,6 +136,15 @@ def test_another_language_has_its_own_stems_and_stop_words() -> None:
     assert found("nicht ohne", "nicht ohne", "english")
 
 
+@pytest.mark.parametrize("language", ["german", "plain"])
+def test_an_accent_that_is_a_character_of_its_own_parts_no_word(language: Bm25Language) -> None:
+    apart = unicodedata.normalize("NFD", "Müller")
+    assert apart != "Müller"
+    assert found("Müller", apart, language)
+    assert found(apart, "Müller", language)
+    assert not found("mu", apart, language)
+
+
 def test_every_language_that_the_key_names_is_one_of_the_stemmer_and_of_the_stop_words() -> None:
     for language in get_args(Bm25Language):
         result = evaluate_bm25(TASK, (1,), language=language)
@@ -194,3 +204,5 @@ def test_a_benchmark_leaves_the_set_with_pictures_out_and_says_so(
         results = list(run_benchmark([], paths, tmp_path / "out", options))
     assert [result.task for result in results] == ["words.jsonl"]
     assert [record.getMessage().count("BM25 is left out") for record in caplog.records] == [1]
+    with pytest.raises(ConfigError, match="bm25 alone"):
+        list(run_benchmark([], paths[:1], tmp_path / "out", options))

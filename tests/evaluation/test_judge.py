@@ -12,6 +12,7 @@ from vembed.evaluation.judge import (
     compare,
     holm,
     mean_interval,
+    mean_verdict,
     paired_p_value,
     seeds_interval,
     seeds_verdict,
@@ -295,6 +296,16 @@ def test_several_sets_count_the_same_whatever_their_size() -> None:
     found = seeds_verdict(runs, METRIC).verdict.comparison
     assert found.difference == pytest.approx(0.25)
     assert found.metric == "mean ndcg@10 of 2 sets"
+
+
+@pytest.mark.parametrize("others", [1, 30])
+def test_a_set_of_one_query_leaves_several_seeds_within_noise_as_it_does_one(others: int) -> None:
+    run = [
+        (evaluated(np.zeros(count)), evaluated(np.linspace(0.09, 0.11, count + 2)[1:-1], "b")) for count in (1, others)
+    ]
+    assert mean_verdict(run, METRIC).word == "within noise"
+    assert seeds_verdict([run] * 3, METRIC).verdict.word == "within noise"
+    assert seeds_verdict([run[1:]] * 3, METRIC).verdict.word == ("improved" if others > 1 else "within noise")
 
 
 def test_other_queries_and_a_single_seed_are_refused() -> None:

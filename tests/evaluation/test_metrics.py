@@ -157,6 +157,16 @@ def test_metrics_stand_in_a_fixed_order_those_of_plugins_as_they_were_registered
 
 
 @pytest.mark.usefixtures("plugin_metrics")
+@pytest.mark.parametrize("value", [1, True, np.float32(1), np.int64(1), np.True_])
+def test_a_registered_metric_may_return_a_number_of_numpy(value: Any) -> None:
+    def counted(ranked: Sequence[int], judged: Sequence[int], k: int) -> float:
+        return value  # type: ignore[no-any-return]
+
+    vembed.register_metric(counted)
+    assert repr(score_run({}, {"q": {"a": 1}}, (1,))["counted@1"]["q"]) == "1.0"
+
+
+@pytest.mark.usefixtures("plugin_metrics")
 @pytest.mark.parametrize("value", [float("nan"), None, "1", ZeroDivisionError()])
 def test_a_registered_metric_that_returns_no_number_or_fails_is_named(value: Any) -> None:
     def broken(ranked: Sequence[int], judged: Sequence[int], k: int) -> float:

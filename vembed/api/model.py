@@ -131,8 +131,8 @@ class EmbeddingModel:
         return self._encoder.prompts
 
     def similarity_pairwise(self, queries: Any, documents: Any) -> NDArray[np.float32]:
-        """Return the score of each query for the document of the same row, (n,) float32."""
-        pairs = zip(np.asarray(queries), np.asarray(documents), strict=True)
+        """Return the score of each query for the document of the same row, (n,) float32; a single vector is a row."""
+        pairs = zip(np.atleast_2d(queries), np.atleast_2d(documents), strict=True)
         return np.array([self.similarity(*pair)[0, 0] for pair in pairs], dtype=np.float32)
 
     @cached_property
@@ -288,7 +288,7 @@ class EmbeddingModel:
         message: str | None = None,
         license: str | None = None,  # noqa: A002 - the hub's own word
         base_model_license: str | None = None,
-        language: Sequence[str] = (),
+        language: str | Sequence[str] = (),
     ) -> Pushed:
         """Send the model with its card to the Hugging Face hub, as `vembed push` does.
 
@@ -303,12 +303,13 @@ class EmbeddingModel:
             message: Of the commit.
             license: Of the model, e.g. "apache-2.0"; the card says "not stated" without it.
             base_model_license: Of the model that training started from.
-            language: Codes such as "en".
+            language: A code such as "en", or several.
 
         Raises:
             VembedError: What the hub refused, and how far the upload came.
         """
-        owner = {"license": license, "base_model_license": base_model_license, "language": [*language]}
+        languages = [language] if isinstance(language, str) else [*language]
+        owner = {"license": license, "base_model_license": base_model_license, "language": languages}
         pushed: Pushed = ADAPTERS.load("push")(
             self.name,
             repo,

@@ -20,7 +20,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
 from vembed.evaluation.evaluate import EvaluationOptions
 from vembed.evaluation.evaluate import evaluate as evaluate_task
-from vembed.evaluation.results import EvaluationResult, write_evaluation
+from vembed.evaluation.results import EvaluationResult, refuse_other_files, write_evaluation
 from vembed.files import home_path, is_folder
 from vembed.models.keys import ModelKeys
 from vembed.redact import redact
@@ -84,29 +84,34 @@ def evaluate(
         label_kind: What numbers in the column `label` of rows say: class, pair or grade (docs/data.md).
 
     Raises:
-        VembedError: The set or the model can't be loaded, or the vectors aren't finite.
+        VembedError: The set or the model can't be loaded, the vectors aren't finite, or the output can't be written.
     """
     limits = model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits()
     root = None if image_root is None else str(image_root)
-    keys = DataKeys(image_root=root, max_image_pixels=limits.max_pixels, label_kind=label_kind)
-    # A path and rows in memory are read by the same code: rows are a file in a temporary folder while they are read.
-    with path_of(data, limits) as path:
-        task = DataSource(path, "test", keys, split=split, user_names=("data", "split")).judged()
-    if not isinstance(data, (str, Path)):
-        task = replace(task, name="data")
-    loaded = model if isinstance(model, EmbeddingModel) else load(model)
-    encode = loaded.item_encoder(batch_size)
-    result = evaluate_task(encode, task, EvaluationOptions(system=redact(loaded.name)))
-    cut = [
-        f"{count} texts on the {side} side are longer than the model's {encode.encoder.longest_text(side)} tokens and "
-        "were cut."
-        for side, count in encode.num_truncated.items()
-        if count
-    ]
-    result = replace(result, notes=(*result.notes, *cut))
-    if output is not None:
-        with hold_output(Path(output), beside=True):
-            write_evaluation(Path(output), result)
+    keys = make_section(DataKeys, {"image_root": root, "max_image_pixels": limits.max_pixels, "label_kind": label_kind})
+    folder = None if output is None else home_path(output)
+    with ExitStack() as held:
+        if folder is not None:  # refused here, not after hours of encoding
+            held.enter_context(hold_output(folder, beside=True))
+            refuse_other_files(folder)
+        # A path and rows in memory are read by the same code: rows are a file in a temporary folder while they are
+        # read.
+        with path_of(data, limits) as path:
+            task = DataSource(path, "test", keys, split=split, user_names=("data", "split")).judged()
+        if not isinstance(data, (str, Path)):
+            task = replace(task, name="data")
+        loaded = model if isinstance(model, EmbeddingModel) else load(model)
+        encode = loaded.item_encoder(batch_size)
+        result = evaluate_task(encode, task, EvaluationOptions(system=redact(loaded.name)))
+        cut = [
+            f"{count} texts on the {side} side are longer than the model's {encode.encoder.longest_text(side)} tokens "
+            "and were cut."
+            for side, count in encode.num_truncated.items()
+            if count
+        ]
+        result = replace(result, notes=(*result.notes, *cut))
+        if folder is not None:
+            write_evaluation(folder, result)
     return result
 
 

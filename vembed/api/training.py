@@ -231,7 +231,7 @@ class Trainer:
 
 
 def compare(
-    runs: Sequence[str | Path | RunResult],
+    runs: str | Path | RunResult | Sequence[str | Path | RunResult],
     output: str | Path | None = None,
     *,
     baseline: str | Path | RunResult | None = None,
@@ -240,7 +240,7 @@ def compare(
     """Compare runs: settings and data, metrics with paired tests, curves, time and memory, queries won and lost.
 
     Args:
-        runs: Output folders, patterns such as "runs/*", or what `train` returned.
+        runs: Output folders, patterns such as "runs/*", or what `train` returned; one or several.
         output: Folder for compare.html, compare.md and compare.json; None writes nothing.
         baseline: What the others are compared with; None takes the first.
         metric: What to compare by; None takes what the baseline chose its checkpoint by.
@@ -249,7 +249,8 @@ def compare(
         ConfigError: There are fewer than two runs, or one isn't a run.
         MachineError: The output can't be written.
     """
-    folders = [run.output if isinstance(run, RunResult) else run for run in runs]
+    several = [runs] if isinstance(runs, (str, Path, RunResult)) else runs
+    folders = [run.output if isinstance(run, RunResult) else run for run in several]
     first = baseline.output if isinstance(baseline, RunResult) else baseline
     if output is None:
         return compare_runs(folders, None, first, metric=metric)

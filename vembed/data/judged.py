@@ -248,7 +248,10 @@ def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:
 
 HEADER_CELLS = frozenset({"query-id", "query_id", "qid", "query"})
 MAX_ID_LIST = 3
-MOST_GRADE = 2**31 - 1
+MOST_GRADE = 1_000_000
+"""Largest grade: trec_eval counts the documents of every grade up to a query's largest, 8 MB of counts for a million.
+Of 2**31 - 1 it overflows, and every metric is 0."""
+
 _GRADE = re.compile(r"[+-]?[0-9]{1,64}")
 
 

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import time
 from contextlib import contextmanager, suppress
@@ -32,7 +31,7 @@ from vembed.data.keys import DataKeys
 from vembed.data.table import LoadedRecords, RecordTable
 from vembed.errors import MachineError
 from vembed.files import file_sha256, fsync_path, home_path, write_durably
-from vembed.registry import FORMATS
+from vembed.registry import FORMATS, module_code
 from vembed.text import show_bytes
 
 if TYPE_CHECKING:
@@ -124,10 +123,7 @@ def kept_or_read(
 def plugin_code(path: Path) -> str:
     """Return a hash of the module that reads a file, where a plugin does: the rows that are kept follow from it."""
     module = FORMATS.plugins().get((suffix_of(path) or ".")[1:])
-    if module is None:
-        return ""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else module
+    return "" if module is None else module_code(module)
 
 
 def _mapped(folder: Path) -> LoadedRecords | None:

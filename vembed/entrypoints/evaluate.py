@@ -8,7 +8,9 @@ import platform
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator
 
 import vembed
 from vembed.data.keys import LabelKind
@@ -51,7 +53,7 @@ class EvaluateOptions(ModelOptions):
         metavar="SET",
         one_of="sets!",
     )
-    output: Path = option(
+    output: Annotated[Path, AfterValidator(home_path)] = option(
         ...,
         "folder for leaderboard.html, .md, .json and MODEL/SET/run.trec; for pairs: report.html, .md, .json",
         metavar="DIR",

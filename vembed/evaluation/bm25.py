@@ -1,9 +1,9 @@
 """BM25: what plain word matching finds, the line that an embedding model should be above.
 
-One form, stated so that it can be compared: lower-cased runs of letters and digits, without the stop words of the
-language, cut to their stems; Lucene's BM25 with k1 = 0.9 and b = 0.4. A document that shares no stem with the query is
-not found. The form "plain" keeps words whole as Python's regular expressions see them, of two characters or more, with
-underscores; it finds less, and a model looks better beside it than it is.
+One form, stated so that it can be compared: lower-cased runs of letters and digits in Unicode's NFC,
+without the stop words of the language, cut to their stems; Lucene's BM25 with k1 = 0.9 and b = 0.4. A document that
+shares no stem with the query is not found. The form "plain" keeps words whole as Python's regular expressions see them,
+of two characters or more, with underscores; it finds less, and a model looks better beside it than it is.
 Source: Robertson & Zaragoza (2009); parameters and stemming of Anserini, which BEIR's BM25 numbers use; Porter,
 Snowball (2001); Lu, BM25S (2024).
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+import unicodedata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,7 +124,8 @@ def _words(texts: Sequence[Item], language: Bm25Language) -> list[list[str]]:
 
     is_plain = language == "plain"
     words: list[list[str]] = _bm25s().tokenize(
-        texts_of(texts),
+        # An accent behind its letter is no letter to the patterns, and would end the word.
+        [unicodedata.normalize("NFC", text) for text in texts_of(texts)],
         lower=True,
         token_pattern=PLAIN_WORDS if is_plain else WORDS,
         stopwords="english" if is_plain else language,

@@ -556,7 +556,7 @@ def seeds_verdict(runs: Sequence[Sequence[BeforeAndAfter]], metric: str) -> Seed
         num_queries=sum(part_SQ.shape[1] for part_SQ in parts),
         confidence=CONFIDENCE,
     )
-    decision = judged(comparison)
+    decision = judged(comparison, is_judgeable=min(part_SQ.shape[1] for part_SQ in parts) > 1)
     sentence = f"{decision.sentence.removesuffix(')')}, {len(runs)} seeds)"
     return SeedsVerdict(replace(decision, sentence=sentence), baselines, finals)
 

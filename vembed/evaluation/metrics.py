@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import traceback
+from numbers import Real
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -185,7 +186,7 @@ def _by_function(
                     f"the metric {name} of {owner} failed for query {query_id!r} at k = {cut}: "
                     f"{last.filename}:{last.lineno}: {type(error).__name__}: {error}"
                 ) from error
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if not isinstance(value, Real | np.bool_) or not math.isfinite(value):
                 raise ConfigError(
                     f"the metric {name} of {owner} returned {value!r} for query {query_id!r} at k = {cut}; it must "
                     "return a finite number"

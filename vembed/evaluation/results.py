@@ -99,6 +99,24 @@ def approximate_note(factory: str) -> str:
     return f'Searched with the FAISS index "{factory}", which may miss documents.'
 
 
+def refuse_other_files(folder: Path, *, kept: Collection[str] = ()) -> None:
+    """Refuse a folder that an evaluation would replace and that is none: a slip must not cost a user's files.
+
+    Args:
+        kept: Entries that may stand in the folder before there is an evaluation.
+
+    Raises:
+        MachineError: The folder holds other files, or can't be read.
+    """
+    try:
+        holds_others = folder.exists() and any(path.name not in kept for path in folder.iterdir())
+        reason = f"it holds other files and no {METRICS_FILE}"
+    except OSError as error:
+        holds_others, reason = True, str(error)
+    if holds_others and not (folder / METRICS_FILE).is_file():
+        raise MachineError(f"{folder}: the evaluation can't be written: {reason}. Choose another output folder.")
+
+
 def write_evaluation(
     folder: Path, result: EvaluationResult, *, extra: Mapping[str, str] | None = None, kept: Collection[str] = ()
 ) -> None:
@@ -139,11 +157,8 @@ def write_evaluation(
         RUN_FILE: "".join(run_lines),
         **(extra or {}),
     }
+    refuse_other_files(folder, kept=kept)
     try:
-        # A slip in --output must not cost a user's files: only an evaluation is replaced.
-        holds_others = folder.exists() and any(path.name not in kept for path in folder.iterdir())
-        if holds_others and not (folder / METRICS_FILE).is_file():
-            raise FileExistsError(f"it holds other files and no {METRICS_FILE}")
         with new_folder(folder, keeps=lambda name: name not in {*_OWN_FILES, *files}) as temporary:
             for name, text in files.items():
                 (temporary / name).write_text(text, encoding="utf-8")

@@ -19,8 +19,11 @@ EXPORT_FOLDER = "model"
 """Last part of the path of every model that a run exports: a name that says nothing without the part before it."""
 
 
-def model_labels(names: Sequence[str]) -> list[str]:
+def model_labels(names: Sequence[str], *, taken: Sequence[str] = ()) -> list[str]:
     """Return what people call each model: a hub id as it is, a folder by as many last parts as tell it apart.
+
+    Args:
+        taken: What other systems are called, from which a folder is told apart too.
 
     Raises:
         ConfigError: When a model is named twice.
@@ -29,16 +32,8 @@ def model_labels(names: Sequence[str]) -> list[str]:
     if len(set(parts)) < len(parts):
         repeated = next(name for name, own in zip(names, parts, strict=True) if parts.count(own) > 1)
         raise ConfigError(f"{repeated} is named twice")
-    return _without_secrets(["/".join(_last_parts(own, [other for other in parts if other != own])) for own in parts])
-
-
-def folder_names(names: Sequence[str], *, taken: Sequence[str] = ()) -> list[str]:
-    """Return a folder name for each model, made of its label.
-
-    Raises:
-        ConfigError: When a model is named twice.
-    """
-    return unique_folders(model_labels(names), taken=taken)
+    others = [*parts, *(tuple(label.split("/")) for label in taken)]
+    return _without_secrets(["/".join(_last_parts(own, [other for other in others if other != own])) for own in parts])
 
 
 def set_labels(names: Sequence[str], paths: Sequence[str]) -> list[str]:

@@ -26,11 +26,12 @@ from vembed.data.judged import REVERSED
 from vembed.data.keys import DataKeys, LabelKind
 from vembed.data.read import DataSource
 from vembed.errors import ConfigError
-from vembed.evaluation.benchmark.names import folder_names, model_labels, set_labels, unique_folders
+from vembed.evaluation.benchmark.names import model_labels, set_labels, unique_folders
 from vembed.evaluation.benchmark.stored import (
     VARIANTS_FOLDER,
     VECTORS_FOLDER,
     Cost,
+    plugin_metrics_key,
     read_stored,
     task_key,
     write_stored,
@@ -210,11 +211,14 @@ def run_benchmark(
             before the first model is loaded.
     """
     names = [model.model_name for model in models]
-    labels, folders = model_labels(names), folder_names(names, taken=(BM25,))
+    labels = model_labels(names, taken=(BM25,))
+    folders = unique_folders(labels, taken=(BM25,))
     sets = _load_sets(paths, options)
     if any(variant.dimension for variant in options.variants) and len(models) > 1:
         for model, label in zip(models, labels, strict=True):  # seconds now, against hours of encoding lost on it later
             check_model(options.variants, label, load_model(model))
+    if not models and all(why_no_bm25(searched.task) for searched in sets):
+        raise ConfigError("bm25 alone can't evaluate a set with pictures, and no other set is named: add a model")
     if options.bm25_language is not None:
         for searched in sets:
             if searched.forward is not None:  # a reversed set has pictures on one side: nothing for words
@@ -273,8 +277,9 @@ def _bm25_entry(each: _Set, output: Path, options: BenchmarkOptions, language: B
     """Return what word matching finds in a set."""
     folder = f"{BM25}/{each.folder}"
     versions = {"bm25s": bm25s.__version__, "stemmer": Stemmer.version()}
-    settings = {"k1": K1, "b": B, "language": language, **versions, "ks": list(options.ks), "depth": options.depth}
-    key = {**task_key(each.task, with_texts=True), "search": digest(settings)}
+    read = {"language": language, "unicode": "NFC"}
+    settings = {"k1": K1, "b": B, **read, **versions, "ks": list(options.ks), "depth": options.depth}
+    key = {**task_key(each.task, with_texts=True), **plugin_metrics_key(), "search": digest(settings)}
     title = f"{BM25} on {each.label}"
     stored, reason = read_stored(output / folder, key, system=BM25)
     if stored is not None:
@@ -377,7 +382,7 @@ class _SetRun:
             for name, value in vectors.key.items()
             if name not in (*self._run.key, "side")
         }
-        return {**self._task_key, **self._run.key, **vectors, "search": digest(search)}
+        return {**self._task_key, **self._run.key, **vectors, **plugin_metrics_key(), "search": digest(search)}
 
     def search(self, variant: Variant) -> tuple[EvaluationResult, Cost]:
         """Search a variant, score what it finds, and time it."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.errors import DataError, MachineError
 from vembed.evaluation.results import RECORD_FILE, finish_evaluation, read_evaluation, write_evaluation
+from vembed.registry import METRICS, module_code
 from vembed.vectors.provenance import changed_parts, digest, items_digest
 
 if TYPE_CHECKING:
@@ -61,6 +62,12 @@ def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
     if with_texts:
         key["texts"] = items_digest([*task.queries.values(), *task.documents.values()])
     return key
+
+
+def plugin_metrics_key() -> Key:
+    """Return what the metrics of plugins are: each name with its module's code; empty where there is none."""
+    plugins = METRICS.plugins()
+    return {"metrics": digest({name: module_code(plugins[name]) for name in plugins})} if plugins else {}
 
 
 def write_stored(folder: Path, result: EvaluationResult, cost: Cost | None, key: Key) -> None:

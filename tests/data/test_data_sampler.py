@@ -203,6 +203,20 @@ def test_rows_that_fit_in_no_batch_are_left_out_anew_in_each_epoch() -> None:
     assert note.endswith("comes twice in a batch; the first epoch leaves 30 rows out for it.")
 
 
+@pytest.mark.parametrize(("num_rows", "drop_last"), [(23, True), (21, False)])
+def test_what_no_batch_holds_anyway_is_not_left_out_for_the_arrangement(num_rows: int, drop_last: bool) -> None:
+    different = WithoutRepeats(contents_of(np.full(num_rows, -1)))
+    far = HardBatches(whole_numbers(np.eye(num_rows, dtype=np.float32)), cap=0.9)
+    by_class = ByClass(np.arange(num_rows) // 2, 2)
+    for arrangement, words in (
+        (different, "twice in a batch."),
+        (far, "similarity of 0.00."),
+        (by_class, f"of {num_rows} rows."),
+    ):
+        sampler = GlobalSampler(num_rows, batch_size=10, seed=1, drop_last=drop_last, arrangement=arrangement)
+        assert sampler.arrangement_notes()[0].endswith(words)
+
+
 @pytest.mark.slow
 def test_a_million_rows_are_arranged_in_seconds() -> None:
     contents = contents_of(

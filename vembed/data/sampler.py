@@ -109,8 +109,7 @@ class GlobalSampler:
     def arrangement_notes(self) -> tuple[str, ...]:
         """Return the effect of sources and arrangement in words, one plain sentence each."""
         of_sources = () if self._mixture is None else self._mixture.notes(self._starts, self.num_records)
-        taken = sum(map(len, self._taken(0)))
-        return (*of_sources, *self._arrangement.notes(self._epoch(0), taken))
+        return (*of_sources, *self._arrangement.notes(self._epoch(0), int(self._starts[-1])))
 
     def _epoch(self, epoch: int) -> EpochBatches:
         if epoch != self._cached_epoch:

@@ -483,6 +483,11 @@ def test_every_source_has_a_part_whatever_its_share() -> None:
     assert allot(np.array([0.5, 0.5]), 5).sum() == 5
 
 
+def test_a_temperature_near_zero_leaves_the_epoch_to_the_largest_source() -> None:
+    mixture = Mixture(("a", "b", "c"), (10**6, 10**6, 1000), (1, 3, 1), temperature=0.01)
+    assert mixture.shares.tolist() == [0.25, 0.75, 0]
+
+
 def test_arrangements_and_sources_go_together() -> None:
     tables = [
         source_table("a", 40, label=[number % 8 for number in range(40)]),

@@ -164,7 +164,8 @@ class Mixture:
         """Share of each source in an epoch: weight x size^(1 / temperature), of the sum."""
         # As the temperature of multilingual models (T5, XLM-R): at 5, a source of 100 times the rows comes 2.5 times as
         # often, not 100 times; without an end to it, all come alike.
-        raw = np.array(self.weights) * np.array(self.sizes, dtype=np.float64) ** (1 / self.temperature)
+        # Sizes count relative to the largest: a power of them would be too large a number at a low temperature.
+        raw = np.array(self.weights) * (np.array(self.sizes) / max(self.sizes)) ** (1 / self.temperature)
         shares: NDArray[np.float64] = np.round(raw / raw.sum(), SHARE_DIGITS)
         return shares
 

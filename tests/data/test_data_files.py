@@ -171,6 +171,16 @@ def test_a_folder_of_named_splits_is_never_read_across_them(
     assert queries(tmp_path, role=role, split=split) == expected
 
 
+def test_two_stars_are_folders_at_any_depth(jsonl: Jsonl, tmp_path: Path) -> None:
+    inside = [".", "a", "a/b", "a/b/c", ".hidden"]
+    for folder in inside:
+        jsonl([{"query": folder, "positive": "p"}], f"{folder}/x.jsonl")
+    (tmp_path / "a/loop").symlink_to(tmp_path)
+    assert sorted(queries(f"{tmp_path}/**/x.jsonl")) == sorted(queries(f"{tmp_path}/**/**/x.jsonl")) == inside[:4]
+    assert sorted(queries(f"{tmp_path}/a/**")) == sorted(queries(f"{tmp_path}/a/**/*.jsonl")) == inside[1:4]
+    assert queries(f"{tmp_path}/**/b/x.jsonl") == ["a/b"]
+
+
 def test_a_folder_without_the_split_lists_what_it_has(jsonl: Jsonl, tmp_path: Path) -> None:
     jsonl([GOOD], "train.jsonl")
     message = refusal(tmp_path, "validation")

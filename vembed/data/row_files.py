@@ -136,17 +136,28 @@ def _numbered(path: str, key: str) -> list[Path]:
 
 
 def _matching(pattern: Path) -> list[Path]:
-    """Return the files that a pattern names, in order."""
+    """Return the files that a pattern names, in order; ** stands for folders at any depth, itself included."""
 
     def names(folder: Path, part: str) -> list[str]:
         return glob.glob(part, root_dir=folder)  # noqa: PTH207 - pathlib enters what is hidden
+
+    def folders_below(folder: Path) -> Iterator[Path]:
+        for inner, subfolders, _ in os.walk(folder):  # which follows no links
+            subfolders[:] = sorted(name for name in subfolders if name[0] != ".")
+            yield Path(inner)
 
     # Part by part instead of one call of glob: a folder that several names lead to is entered once, or links to folders
     # above them would lead to more and more.
     folders = [Path(pattern.anchor)]
     *parts, last = pattern.parts[bool(pattern.anchor) :]
+    if last == "**":
+        parts, last = [*parts, last], "*"
     for part in parts:
-        inner = (folder / name for folder in folders for name in sorted(names(folder, part)))
+        inner = (
+            path
+            for folder in folders
+            for path in (folders_below(folder) if part == "**" else map(folder.joinpath, sorted(names(folder, part))))
+        )
         distinct: dict[str, Path] = {}
         for folder in filter(is_folder, inner):
             distinct.setdefault(os.path.realpath(folder), folder)

@@ -178,9 +178,17 @@ def _folder_files(folder: Path, source: DataSource) -> tuple[list[Path], tuple[s
         match = SHARD.fullmatch(path.name[: -len(suffix_of(path) or "")])
         splits[path] = match["split"] if match else path.name
     known = {name for names in SPLIT_NAMES.values() for name in names}
-    # Names such as part-0 and part-1 tell no splits apart: then all files are read.
-    if source.split is None and not known & set(splits.values()):
-        return _of_one_kind(files, str(folder)), ()
+    if not known & set(splits.values()) and source.split not in splits.values():
+        # No file is called as a split is. Where the words of the names hold several, as quora-train and quora_test do,
+        # they tell splits apart; part-0 and part-1 don't, and neither does the one word of unit-test-questions.
+        words = {
+            path: [word for word in re.split("[^a-z]+", split.lower()) if word in known]
+            for path, split in splits.items()
+        }
+        if len({of_name[0] for of_name in words.values() if of_name}) > 1:
+            splits |= {path: of_name[0] for path, of_name in words.items() if of_name}
+        elif source.split is None:
+            return _of_one_kind(files, str(folder)), ()
     chosen = split_for(set(splits.values()), source.split, source.role)
     if chosen is None:
         names = SPLIT_NAMES[source.role] if source.split is None else (source.split,)

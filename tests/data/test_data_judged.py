@@ -154,6 +154,7 @@ def test_judged_ids_that_are_missing_are_counted(beir_files: Path) -> None:
     assert task.qrels == {"q1": {"d1": 2, "d2": 0}, "q2": {"d2": 1}}
     assert "1 judged query is missing from the queries: q9." in task.notes
     assert "2 judged documents are missing from the corpus: d9, d8." in task.notes
+    assert "1 query is left without a judged document and isn't searched." in task.notes, "q3"
 
 
 def test_judgements_of_another_corpus_are_refused(beir_files: Path) -> None:

@@ -360,6 +360,11 @@ def read_beir(
             f"{' '.join(lost_notes)} Are the ids the same?"
         )
     counts = [
+        (
+            sum(name in queries for name in qrels) - len(grades),
+            "query is left without a judged document and isn't searched",
+            "queries are left without a judged document and aren't searched",
+        ),
         (num_empty, "document has neither a title nor a text", "documents have neither a title nor a text"),
         (num_repeated, "judgement is given twice in the qrels", "judgements are given twice in the qrels"),
         (num_negative, "negative grade counts as 0", "negative grades count as 0"),

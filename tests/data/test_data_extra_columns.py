@@ -14,6 +14,7 @@ from vembed.data.collate import collate
 from vembed.data.columns import ExtraColumn, LossNeeds
 from vembed.data.keys import DataKeys, Role
 from vembed.data.read import DataSource
+from vembed.data.run_data import load_run_data
 from vembed.data.table import LoadedRecords
 from vembed.errors import ConfigError, DataError
 from vembed.losses.base import BatchStructure
@@ -185,6 +186,17 @@ def test_a_loss_may_take_an_alias_and_no_name_of_ours(jsonl: Jsonl) -> None:
     for name in ("query", "label", "negative_3"):
         with pytest.raises(ConfigError, match=f"can't ask for the column '{name}'"):
             ExtraColumn(name, "anything")
+
+
+def test_sources_whose_losses_ask_for_other_columns_are_joined(jsonl: Jsonl) -> None:
+    paths = [
+        str(jsonl([{**row, "query": f"{name} {row['query']}"} for row in ROWS], name))
+        for name in ("a.jsonl", "b.jsonl")
+    ]
+    needs = asking(WEIGHT, TOPIC, of_source=(asking(WEIGHT), asking(TOPIC)))
+    keys = DataKeys.model_validate({"data": [{"path": path} for path in paths], "source_batches": "single"})
+    records = load_run_data(keys, needs_dev=False, loss=needs).records
+    assert [dict(record.columns) for record in records] == EXPECTED * 2
 
 
 def test_rows_hold_what_the_loss_learns_from(jsonl: Jsonl) -> None:

@@ -171,6 +171,36 @@ def test_a_folder_of_named_splits_is_never_read_across_them(
     assert queries(tmp_path, role=role, split=split) == expected
 
 
+@pytest.mark.parametrize(
+    "names", [("Train", "Test"), ("quora-train", "quora_test"), ("x.train-0-of-1", "x.test-0-of-1")]
+)
+def test_names_that_hold_several_splits_tell_them_apart(jsonl: Jsonl, tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        jsonl([{"query": name, "positive": "p"}], f"{name}.jsonl")
+    loaded = load(tmp_path)
+    assert [record.query for record in loaded.table] == [names[0]]
+    assert loaded.notes == (f"Read split 'train' of {tmp_path}: 1 file, 1 of other splits not read.",)
+    assert queries(tmp_path, role="test") == queries(tmp_path, split="test") == [names[1]]
+    assert "no file of split 'dev', 'val' or 'validation'" in refusal(tmp_path, "validation")
+
+
+def test_a_name_that_holds_the_only_split_tells_nothing_apart(jsonl: Jsonl, tmp_path: Path) -> None:
+    for name in ("unit-test-questions", "api"):
+        jsonl([{"query": name, "positive": "p"}], f"{name}.jsonl")
+    assert queries(tmp_path) == ["api", "unit-test-questions"]
+    assert queries(tmp_path, split="api") == ["api"]
+
+
+def test_two_stars_are_folders_at_any_depth(jsonl: Jsonl, tmp_path: Path) -> None:
+    inside = [".", "a", "a/b", "a/b/c", ".hidden"]
+    for folder in inside:
+        jsonl([{"query": folder, "positive": "p"}], f"{folder}/x.jsonl")
+    (tmp_path / "a/loop").symlink_to(tmp_path)
+    assert sorted(queries(f"{tmp_path}/**/x.jsonl")) == sorted(queries(f"{tmp_path}/**/**/x.jsonl")) == inside[:4]
+    assert sorted(queries(f"{tmp_path}/a/**")) == sorted(queries(f"{tmp_path}/a/**/*.jsonl")) == inside[1:4]
+    assert queries(f"{tmp_path}/**/b/x.jsonl") == ["a/b"]
+
+
 def test_a_folder_without_the_split_lists_what_it_has(jsonl: Jsonl, tmp_path: Path) -> None:
     jsonl([GOOD], "train.jsonl")
     message = refusal(tmp_path, "validation")

@@ -52,6 +52,27 @@ def test_no_query_or_positive_is_on_both_sides() -> None:
     assert 0 < len(held) <= 100
 
 
+def test_queries_that_differ_in_case_spaces_and_punctuation_alone_stay_together() -> None:
+    spellings = (
+        "What is thing {}?",
+        "what is  thing {}",
+        "WHAT IS THING {}",
+        "Was ist \u00dcbung {}?",
+        "was ist \u00fcbung {}",
+    )
+    rows = [
+        (spelling.format(i), (f"answer {number} {i}",)) for number, spelling in enumerate(spellings) for i in range(99)
+    ]
+    table = pairs_of(rows)
+    train_rows, held_out_rows, _ = hold_out(table)
+    sides = ({(row // 297, row % 99) for row in side.tolist()} for side in (train_rows, held_out_rows))
+    assert not set.intersection(*sides)
+    assert len(held_out_rows) == 99
+    # Letters in another order are another query, and so are other signs where no letter is.
+    assert len(hold_out(pairs_of((f"{i:03}", (f"p{i}",)) for i in range(500)))[1]) == 100
+    assert len(hold_out(pairs_of(("?" * i, (f"p{i}",)) for i in range(1, 501)))[1]) == 100
+
+
 def graded_table(pairs: Sequence[tuple[str, str, float]]) -> RecordTable:
     writer = RecordWriter()
     for line, (query, document, grade) in enumerate(pairs, start=1):

@@ -294,6 +294,16 @@ def test_exif_turns_a_picture_upright(kind: str) -> None:
     assert pixels[:, 20:].mean() > 235
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_a_picture_with_broken_exif_is_shown_as_it_is_stored(kind: str) -> None:
+    lossless = {"lossless": True} if kind == "WEBP" else {}
+    data = encoded(NOISE, kind, exif=b"Exif\0\0no header of EXIF", **lossless)
+    assert (decoded(data) == decoded(encoded(NOISE, kind, **lossless))).all()
+    if kind == "PNG":  # broken pixels are still refused
+        with pytest.raises(ImageError, match="can't be decoded: image file is truncated"):
+            decoded(data[: len(data) // 2])
+
+
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
 def test_the_first_frame_of_an_animation_is_taken(kind: str) -> None:
     frames = [PIL.Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "green")]

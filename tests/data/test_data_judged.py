@@ -155,6 +155,7 @@ def test_judged_ids_that_are_missing_are_counted(beir_files: Path) -> None:
     assert task.qrels == {"q1": {"d1": 2, "d2": 0}, "q2": {"d2": 1}}
     assert "1 judged query is missing from the queries: q9." in task.notes
     assert "2 judged documents are missing from the corpus: d9, d8." in task.notes
+    assert "1 query is left without a judged document and isn't searched." in task.notes, "q3"
 
 
 def test_judgements_of_another_corpus_are_refused(beir_files: Path) -> None:
@@ -174,6 +175,21 @@ def test_a_query_judged_not_relevant_only_is_kept_for_evaluation_and_left_out_of
     )
     assert record.location == "queries.jsonl:2"
     assert "1 query has no relevant document and is left out." in loaded.notes
+
+
+def test_blank_documents_of_a_folder_are_neither_positives_nor_negatives(beir_files: Path) -> None:
+    append(beir_files / "corpus.jsonl", {"_id": "d4", "title": "", "text": " "})
+    (beir_files / "qrels/train.tsv").write_text(QRELS + "q1\td4\t1\nq2\td2\t1\nq2\td4\t2\nq3\td1\t1\nq3\td4\t0\n")
+    loaded = load(beir_files)
+    assert [(record.positives, record.negatives) for record in loaded.table] == [
+        (("a blue thing",), ()),
+        (("Red a red thing",), ()),
+    ]
+    assert "1 judged document is blank: no row has it." in loaded.notes
+    assert "1 query has no relevant document and is left out." in loaded.notes
+    (beir_files / "qrels/train.tsv").write_text(QRELS + "q1\td4\t1\n")
+    with pytest.raises(DataError, match="no judged query has a relevant document"):
+        load(beir_files)
 
 
 @pytest.mark.parametrize(

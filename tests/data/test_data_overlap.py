@@ -70,6 +70,10 @@ APART: dict[str, tuple[Pair, Pair]] = {
     "letters in another order": (("spot the cat", "stop"), ("stop the cat", "spot")),
     "signs of the query": (("3 - 4", "-1"), ("3 + 4", "-1")),
     "a document asks": (("a cat", "a dog"), ("what purrs", "a cat")),
+    "vowel signs": (
+        ("who lives here", "\u0932\u094b\u0917 \u0930\u0939\u0924\u0947"),
+        ("who lives here", "\u0932\u094b\u0917 \u0930\u0939\u0924\u093e"),
+    ),
 }
 
 
@@ -126,6 +130,8 @@ def test_a_pair_that_is_nearly_trained_on_is_found(trained: Pair, asked: Pair) -
 def test_a_pair_of_which_one_side_is_another_is_not_near() -> None:
     train: list[Pair] = [*UNRELATED, (LONG, "a cat"), ("what purrs", LONG)]
     assert near(train, [(f"{LONG} too", "a quite different thing"), ("who sings", f"{LONG} too")]).near == {}
+    trained, asked = APART["vowel signs"]
+    assert near([*UNRELATED, trained], [asked]).near == {}
 
 
 def test_a_query_that_is_trained_on_is_not_also_near() -> None:
@@ -150,7 +156,16 @@ def test_only_what_may_be_equal_becomes_python_texts(monkeypatch: pytest.MonkeyP
 
 
 def test_texts_without_letters_and_of_several_scripts_are_compared() -> None:
-    scripts = ("\uff1f\uff01", "...", "naïve café", "NAÏVE CAFÉ?", "何が鳴きますか", "plain text")
+    scripts = (
+        "\uff1f\uff01",
+        "...",
+        "\u2764\ufe0f",
+        "\u0928\u092e\u0938\u094d\u0924\u0947, \u0e17\u0e35\u0e48\u0e19\u0e35\u0e48",
+        "naïve café",
+        "NAÏVE CAFÉ?",
+        "何が鳴きますか",
+        "plain text",
+    )
     train: list[Pair] = [(text, f"{number}: {text}") for number, text in enumerate(scripts)]
     shared = overlap(train, [*train, ("…?", "other")])
     assert shared.trained == {f"q{number}": [number] for number in range(len(scripts))}

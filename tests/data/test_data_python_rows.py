@@ -82,6 +82,14 @@ def test_missing_values_of_a_pandas_table_are_null(tmp_path: Path) -> None:
     ]
 
 
+def test_a_table_that_names_a_column_twice_is_refused_as_a_file_is(tmp_path: Path) -> None:
+    names, cells = ["query", "positive", "positive"], ["q", "p", "other"]
+    frame = pytest.importorskip("pandas").DataFrame([cells], columns=names)
+    for table in (frame, pa.table([[cell] for cell in cells], names=names)):
+        with pytest.raises(DataError, match="data names the column 'positive' twice"):
+            written(table, tmp_path)
+
+
 def test_numbers_of_other_libraries_and_dates_have_a_plain_form(tmp_path: Path) -> None:
     row = {"a": np.int64(3), "b": np.arange(2), "c": (1, "x"), "d": datetime.date(2026, 1, 2), 5: True}
     assert written([row], tmp_path) == [{"a": 3, "b": [0, 1], "c": [1, "x"], "d": "2026-01-02", "5": True}]

@@ -339,6 +339,19 @@ def test_rows_read_in_another_way_are_others(
     assert len(folders(cache)) == 2
 
 
+def test_how_sources_are_mixed_keeps_no_further_copy_of_their_rows(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = write(tmp_path / "a.jsonl", rows_of(5))
+    source: dict[str, Any] = {"path": path}
+    load(path, data=[source])
+    for changed in ({"weight": 2}, {"query_prompt": "question: "}):
+        assert is_mapped(load(path, data=[source | changed, {"path": "b.jsonl"}]), caplog)
+    assert is_mapped(load(path, data=[source], source_batches="single", source_temperature=2), caplog)
+    assert len(folders(cache)) == 1
+
+
 def test_rows_of_files_of_one_name_are_kept_with_the_paths_that_name_them(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

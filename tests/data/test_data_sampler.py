@@ -203,6 +203,20 @@ def test_rows_that_fit_in_no_batch_are_left_out_anew_in_each_epoch() -> None:
     assert note.endswith("comes twice in a batch; the first epoch leaves 30 rows out for it.")
 
 
+@pytest.mark.parametrize(("num_rows", "drop_last"), [(23, True), (21, False)])
+def test_what_no_batch_holds_anyway_is_not_left_out_for_the_arrangement(num_rows: int, drop_last: bool) -> None:
+    different = WithoutRepeats(contents_of(np.full(num_rows, -1)))
+    far = HardBatches(whole_numbers(np.eye(num_rows, dtype=np.float32)), cap=0.9)
+    by_class = ByClass(np.arange(num_rows) // 2, 2)
+    for arrangement, words in (
+        (different, "twice in a batch."),
+        (far, "similarity of 0.00."),
+        (by_class, f"of {num_rows} rows."),
+    ):
+        sampler = GlobalSampler(num_rows, batch_size=10, seed=1, drop_last=drop_last, arrangement=arrangement)
+        assert sampler.arrangement_notes()[0].endswith(words)
+
+
 @pytest.mark.slow
 def test_a_million_rows_are_arranged_in_seconds() -> None:
     contents = contents_of(
@@ -467,6 +481,11 @@ def test_sources_too_small_for_batches_of_their_own_are_refused(sizes: tuple[int
 def test_every_source_has_a_part_whatever_its_share() -> None:
     assert allot(np.array([0.999, 0.0005, 0.0005]), 10).tolist() == [8, 1, 1]
     assert allot(np.array([0.5, 0.5]), 5).sum() == 5
+
+
+def test_a_temperature_near_zero_leaves_the_epoch_to_the_largest_source() -> None:
+    mixture = Mixture(("a", "b", "c"), (10**6, 10**6, 1000), (1, 3, 1), temperature=0.01)
+    assert mixture.shares.tolist() == [0.25, 0.75, 0]
 
 
 def test_arrangements_and_sources_go_together() -> None:

@@ -236,6 +236,8 @@ def test_a_list_of_files_is_one_source(jsonl: Jsonl, tmp_path: Path) -> None:
     assert data.sources == (keys.data_path,)
     assert there("{" + ",".join(paths[:2]) + "}") == [f"{name}{row}" for name in "ca" for row in range(10)]
     assert DataKeys.model_validate({"data_path": paths[:1]}).data_path == paths[0]
+    several = DataKeys.model_validate({"data": [{"path": paths[:2]}, {"path": paths[2]}]})
+    assert np.bincount(load_run_data(several, needs_dev=False).records.sources).tolist() == [20, 10]
 
 
 @pytest.mark.parametrize(

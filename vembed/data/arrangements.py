@@ -94,7 +94,7 @@ class Arrangement(Protocol):
 
         Args:
             first: Batches of the first epoch.
-            num_rows: Rows that this epoch took.
+            num_rows: Rows that its batches hold at random, without those of a last batch that is left out.
         """
 
 
@@ -265,14 +265,15 @@ class ByClass:
         firsts = np.searchsorted(np.sort(batch_of, kind="stable"), np.arange(num_batches + 1))
         return EpochBatches(group_rows[ranges(group_starts[groups], sizes)], ends[firsts])
 
-    def notes(self, first: EpochBatches, num_rows: int) -> tuple[str, ...]:
+    def notes(self, first: EpochBatches, num_rows: int) -> tuple[str, ...]:  # noqa: ARG002
         """Return the number of classes, and how many have too few rows, in words."""
         sizes = np.bincount(self.classes)
         few = int((sizes < self.per_class).sum())
         largest = int(np.diff(first.starts).max())
+        num_taken, num_records = len(np.unique(first.rows)), len(self.classes)
         taken = (
             f"batch_sampling classes: up to {largest:,} rows a batch, {self.per_class} of each class, of "
-            f"{len(sizes):,} classes; the first epoch takes {len(np.unique(first.rows)):,} of {num_rows:,} rows."
+            f"{len(sizes):,} classes; the first epoch takes {num_taken:,} of {num_records:,} rows."
         )
         notes = [taken]
         if few:
@@ -349,7 +350,8 @@ class HardBatches:
             products = vectors @ vectors.T - 2 * VECTOR_LENGTH**2 * np.eye(len(vectors), dtype=np.float32)
             nearest.append(float(products.max(axis=1).mean() / VECTOR_LENGTH**2))
         left = num_rows - len(first.rows)
-        more = f"; {plural(left, 'row')} too near to another are left out of the first epoch" if left else ""
+        verb = "is" if left == 1 else "are"
+        more = f"; {plural(left, 'row')} too near to another {verb} left out of the first epoch" if left else ""
         mean = f"the nearest other row of a row's batch has a mean cosine similarity of {np.mean(nearest):.2f}"
         return (f"batch_sampling hard: {mean}{more}.",)
 

@@ -137,9 +137,10 @@ class LossNeeds:
         if not self.of_source:
             return self
         needs = self.of_source[number]
-        known = {column.name for column in needs.columns}
-        others = (replace(column, required=False) for column in self.columns if column.name not in known)
-        return replace(needs, columns=(*needs.columns, *others))
+        own = {column.name: column for column in needs.columns}
+        # In one order for all sources, as their tables are joined.
+        columns = (own.get(column.name, replace(column, required=False)) for column in self.columns)
+        return replace(needs, columns=tuple(columns))
 
     def taking(self, *more: str) -> LossNeeds:
         """Return the same for a loss that takes more, from every source."""

@@ -1,8 +1,9 @@
 """Hold rows out for validation, without a query or positive on both sides and without regard to the order of the rows.
 
 1. Rows that share a query or a positive are linked; linked rows form a component. Links chain: rows 1 and 2 share a
-   query, 2 and 3 a positive, so 1 and 3 are never on different sides. The document of a pair that is graded 0 or lower
-   counts as a positive, unless too few rows could be held out then.
+   query, 2 and 3 a positive, so 1 and 3 are never on different sides. Queries are shared regardless of case, spaces and
+   punctuation. The document of a pair that is graded 0 or lower counts as a positive, unless too few rows could be held
+   out then.
 2. Components are ordered by their smallest content hash, as good as random and the same wherever rows stand.
 3. Components are taken whole, in that order, while they fit; one that is too large is passed over.
 4. Where nobody gave a test set, what was taken is divided once more, in the same way, into a dev set and a test set, as
@@ -19,9 +20,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from vembed.data.images import content_name
 from vembed.data.judged import task_from_records
+from vembed.data.overlap import letter_sums
 from vembed.data.table import ItemColumn
 from vembed.errors import DataError
 from vembed.text import plural
@@ -62,8 +66,9 @@ def hold_out(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[str, ...]]:
     """Split off rows for validation: the same content gives the same split, whatever the order of the rows.
 
-    No text or picture that is a query or a positive on one side is a query or a positive on the other. Of pairs graded
-    0 or lower the documents are apart as well, where that leaves at least half of the rows that are wanted.
+    No text or picture that is a query or a positive on one side is a query or a positive on the other, and no query
+    differs from one of the other side in case, spaces and punctuation alone. Of pairs graded 0 or lower the documents
+    are apart as well, where that leaves at least half of the rows that are wanted.
 
     Args:
         fraction: Largest share of the rows to hold out, above 0 and below 1; None takes more of small sets.
@@ -231,6 +236,9 @@ def _components(
         linking.append((of_row[by_negatives[of_row]], numbers[by_negatives[of_row]]))
     rows, items = (np.concatenate(parts) for parts in zip(*linking, strict=True))
     hashes = table.items.ids[items].view(np.uint64)
+    num_items = len(hashes)
+    alike_rows, alike_hashes = _queries_alike(table)
+    rows, hashes = np.concatenate([rows, alike_rows]), np.concatenate([hashes, alike_hashes])
 
     # Union-find over the contents that several rows hold. Python loops over those alone: most contents stand in one row
     # only and link nothing, and for a million rows a loop over all of them would take seconds.
@@ -248,8 +256,30 @@ def _components(
     roots[linked] = linked[[_root(parent, row) for row in range(len(linked))]]
     component_of = (np.cumsum(roots == np.arange(len(roots))) - 1)[roots]
     smallest = np.full(int(component_of.max()) + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
-    np.minimum.at(smallest, component_of[rows], hashes)
+    # Of whole contents alone: which rows are taken depends on spellings only where some are alike.
+    np.minimum.at(smallest, component_of[rows[:num_items]], hashes[:num_items])
     return component_of.astype(np.int64), smallest
+
+
+def _queries_alike(table: RecordTable) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Return (row, number of its query without case, spaces and punctuation) of texts that others may equal so."""
+    query_N, items = table.numbers("query")[1], table.items
+    blocks = [(block_M, letter_sums(texts_M)) for block_M, texts_M in items.text_blocks(np.unique(query_N))]
+    if not blocks:
+        return query_N[:0], np.empty(0, dtype=np.uint64)
+    numbers_M, sums_M = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    # Texts that are equal so have equal sums. Few others have: only those that share a sum are made plain, which takes
+    # ten times as long, and still no Python string.
+    _, sum_of_M, counts = np.unique(sums_M, return_inverse=True, return_counts=True)
+    shared = numbers_M[counts[sum_of_M] > 1]
+    plain = []
+    for _, texts in items.text_blocks(shared):
+        words = pc.replace_substring_regex(pc.utf8_normalize(texts, "NFKC"), r"[^\pL\pM\pN]+", " ")
+        words = pc.utf8_upper(pc.utf8_trim_whitespace(words))
+        plain.append(pc.if_else(pc.equal(words, ""), texts, words))  # "?!" and "..." are not the same text
+    codes = pa.chunked_array(plain, pa.large_string()).combine_chunks().dictionary_encode().indices.to_numpy()
+    rows = np.flatnonzero(np.isin(query_N, shared))
+    return rows, codes[np.searchsorted(shared, query_N[rows])].astype(np.uint64)
 
 
 def _root(parent: list[int], row: int) -> int:

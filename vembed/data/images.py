@@ -20,7 +20,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from io import BytesIO
 from pathlib import Path
@@ -135,8 +135,8 @@ def check_image(image: Image, limits: ImageLimits) -> ImageHeader:
 def decode_image(image: Image, limits: ImageLimits, background: Background = "white") -> PIL.Image.Image:
     """Decode a picture to 8-bit RGB; with background none to 8 bits of its own mode.
 
-    The first frame of an animation; turned upright by EXIF; transparency put on the background; grey of 16 bits scaled
-    to 8. Colour profiles are not applied. An `Image` with an augmentation is changed by it, in RGB.
+    The first frame of an animation; turned upright by EXIF that can be read; transparency put on the background; grey
+    of 16 bits scaled to 8. Colour profiles are not applied. An `Image` with an augmentation is changed by it, in RGB.
 
     Raises:
         ImageError: As `check_image`, or the pixels are truncated or broken.
@@ -147,9 +147,12 @@ def decode_image(image: Image, limits: ImageLimits, background: Background = "wh
         handle.seek(0)
         try:
             picture = FORMATS[header.format](handle)
+            picture.load()
             # Cameras store pixels as the sensor lies and an orientation in EXIF. Models see the picture upright; width
-            # and height of `header` are those before the turn.
-            PIL.ImageOps.exif_transpose(picture, in_place=True)
+            # and height of `header` are those before the turn. Where EXIF is broken, sound pixels stay as they lie: the
+            # header said nothing of it, and a run would stop in the middle.
+            with suppress(*_BROKEN):
+                PIL.ImageOps.exif_transpose(picture, in_place=True)
             decoded = _on_background(picture, background)
         except MemoryError as error:
             reason = f"not enough memory for {header.width:,} x {header.height:,} pixels; lower max_image_pixels"

@@ -263,15 +263,20 @@ class BeirSplit(NamedTuple):
     query_file: str  # its name
     cells: dict[str, dict[str, Any]]  # query id -> the columns of queries.jsonl that a loss asks for
 
+    def positives(self, query_id: str) -> list[Item]:
+        """Return the documents that are relevant to a query, without blank ones: nothing is learnt from them."""
+        documents = self.data.documents
+        return [documents[name] for name, grade in self.data.qrels[query_id].items() if grade > 0 and documents[name]]
+
     def rows(self) -> Iterator[RawRow]:
         """Yield one row to train on per query with a relevant document, with the query's line.
 
-        All its relevant documents are positives; documents judged not relevant are negatives.
+        All its relevant documents are positives; documents judged not relevant are negatives. Blank ones are neither.
         """
         documents = self.data.documents
         for query_id, grades in self.data.qrels.items():
-            positives = [documents[name] for name, grade in grades.items() if grade > 0]
-            negatives = [documents[name] for name, grade in grades.items() if grade == 0]
+            positives = self.positives(query_id)
+            negatives = [documents[name] for name, grade in grades.items() if grade == 0 and documents[name]]
             if positives and self.data.queries[query_id] != "":  # it was broken, and a check continues without it
                 row = {"query": self.data.queries[query_id], "positive": positives, "negatives": negatives}
                 yield self.query_lines[query_id], row | self.cells.get(query_id, {})
@@ -358,6 +363,11 @@ def read_beir(
             f"{' '.join(lost_notes)} Are the ids the same?"
         )
     counts = [
+        (
+            sum(name in queries for name in qrels) - len(grades),
+            "query is left without a judged document and isn't searched",
+            "queries are left without a judged document and aren't searched",
+        ),
         (num_empty, "document has neither a title nor a text", "documents have neither a title nor a text"),
         (num_repeated, "judgement is given twice in the qrels", "judgements are given twice in the qrels"),
         (num_negative, "negative grade counts as 0", "negative grades count as 0"),

@@ -96,7 +96,7 @@ def _one_dev_set(value: object) -> object:
 class Source(Section):
     """One entry of `data`."""
 
-    path: Name = key(..., "As data_path.")
+    path: Annotated[Name, BeforeValidator(_one_path)] = key(..., "As data_path.")
     split: Name | None = key(None, "As data_split.")
     weight: Positive = key(1.0, "Factor on how often its rows come.")
     loss: Name | None = key(None, "Loss for batches of these rows. null: loss_type, with added_losses.")

@@ -112,7 +112,7 @@ class JudgedSets:
         self._content_I = np.full(len(records.items), -1, dtype=np.int32)  # training item -> number, -1: not judged
         self._exact: dict[int, str | int] = {}  # training item that is judged -> content, punctuation included
         texts = [f"{item} " for item in self._items if isinstance(item, str)]  # a space: no text may be empty
-        self._sums = _letter_sums(pa.array(texts, pa.large_string()))
+        self._sums = letter_sums(pa.array(texts, pa.large_string()))
 
         # First queries, by their letters; then the documents beside those that matched, as texts, since punctuation
         # doesn't count; then all other documents and pictures, by content id, which is exact and costs no text.
@@ -141,7 +141,7 @@ class JudgedSets:
         is_wanted_I = np.zeros(len(items), dtype=np.bool_)
         is_wanted_I[numbers] = True
         for numbers_M, texts_M in items.text_blocks(np.flatnonzero(is_wanted_I)):
-            self._match(items, numbers_M[_among(_letter_sums(texts_M), self._sums)])
+            self._match(items, numbers_M[_among(letter_sums(texts_M), self._sums)])
 
     def overlaps(self, records: RecordTable) -> dict[str, Overlap]:
         """Return what each set shares with rows, which are all or some of those that were looked at."""
@@ -301,7 +301,7 @@ def _documents(records: RecordTable) -> tuple[NDArray[np.int64], NDArray[np.int6
     )
 
 
-def _letter_sums(texts_M: pa.Array) -> NDArray[np.uint64]:
+def letter_sums(texts_M: pa.Array) -> NDArray[np.uint64]:
     """Return a hash of the letters and digits of each text, (M,): equal where `_content` is, but for rare foldings.
 
     No text may be empty.

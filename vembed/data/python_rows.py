@@ -28,8 +28,10 @@ import PIL.ImageOps
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, modality_of, modality_words
 from vembed.data.images import ImageError, check_image
+from vembed.data.raw_rows import repeated
 from vembed.errors import DataError, MachineError
 from vembed.files import fsync_path, home_path
+from vembed.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +66,7 @@ def write_rows(rows: RowsInput, folder: Path, name: str, limits: ImageLimits) ->
         name: The caller's name of them: messages say `NAME-....jsonl:3` of the third row.
 
     Raises:
-        DataError: There are no rows, or one holds what rows can't.
+        DataError: There are no rows, one holds what rows can't, or a table names a column twice.
         MachineError: The folder can't be written.
         TypeError: They are no rows at all.
     """
@@ -112,6 +114,7 @@ def _rows_of(rows: RowsInput, name: str) -> Iterable[Any]:
     library = type(rows).__module__.partition(".")[0]
     if library == "pandas" and hasattr(rows, "to_dict"):
         frame: Any = rows
+        _refuse_repeated(map(str, frame.columns), name)
         parts = (frame.iloc[start : start + _TABLE_ROWS].astype(object) for start in range(0, len(frame), _TABLE_ROWS))
         # A missing value (NaN, NaT) is null, as in a file.
         return (row for part in parts for row in part.where(part.notna(), None).to_dict("records"))
@@ -121,9 +124,11 @@ def _rows_of(rows: RowsInput, name: str) -> Iterable[Any]:
     if hasattr(rows, "__arrow_c_stream__"):
         import pyarrow as pa
 
+        batches = pa.RecordBatchReader.from_stream(rows)
+        _refuse_repeated(batches.schema.names, name)
         return (
             row
-            for batch in pa.RecordBatchReader.from_stream(rows)
+            for batch in batches
             for start in range(0, batch.num_rows, _TABLE_ROWS)
             for row in batch.slice(start, _TABLE_ROWS).to_pylist()
         )
@@ -134,6 +139,12 @@ def _rows_of(rows: RowsInput, name: str) -> Iterable[Any]:
         )
         raise TypeError(f"{name} is of type {type(rows).__name__}, which is not rows; {hint}")
     return rows
+
+
+def _refuse_repeated(columns: Iterable[str], name: str) -> None:
+    """Refuse a table of two columns with one name: rows would hold the last of them alone."""
+    if column := repeated(columns):
+        raise DataError(f"{name} names the column {quoted(column)} twice")
 
 
 def _json_value(value: Any, where: str, limits: ImageLimits) -> Any:

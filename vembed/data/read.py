@@ -421,9 +421,12 @@ class DataSource:
         loader.checker.begin_file(part.query_file, images)
         loader.add_rows(part.rows())
         notes = [*part.data.notes, *self._mapping_note()]
-        answered = (any(grade > 0 for grade in grades.values()) for grades in part.data.qrels.values())
+        judged = {name for grades in part.data.qrels.values() for name in grades}
+        if num_blank := sum(not part.data.documents[name] for name in judged):
+            many = "judged documents are blank: no row has them"
+            notes.append(f"{plural(num_blank, 'judged document is blank: no row has it', many)}.")
         # Not the number of rows: a data check also leaves out broken queries, which may have a relevant document.
-        num_unanswered = sum(not is_answered for is_answered in answered)
+        num_unanswered = sum(not part.positives(query_id) for query_id in part.data.qrels)
         if num_unanswered == len(part.data.qrels):
             raise DataError(f"{self._local} ({part.data.name}): no judged query has a relevant document to learn from")
         if num_unanswered:

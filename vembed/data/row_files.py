@@ -136,17 +136,28 @@ def _numbered(path: str, key: str) -> list[Path]:
 
 
 def _matching(pattern: Path) -> list[Path]:
-    """Return the files that a pattern names, in order."""
+    """Return the files that a pattern names, in order; ** stands for folders at any depth, itself included."""
 
     def names(folder: Path, part: str) -> list[str]:
         return glob.glob(part, root_dir=folder)  # noqa: PTH207 - pathlib enters what is hidden
+
+    def folders_below(folder: Path) -> Iterator[Path]:
+        for inner, subfolders, _ in os.walk(folder):  # which follows no links
+            subfolders[:] = sorted(name for name in subfolders if name[0] != ".")
+            yield Path(inner)
 
     # Part by part instead of one call of glob: a folder that several names lead to is entered once, or links to folders
     # above them would lead to more and more.
     folders = [Path(pattern.anchor)]
     *parts, last = pattern.parts[bool(pattern.anchor) :]
+    if last == "**":
+        parts, last = [*parts, last], "*"
     for part in parts:
-        inner = (folder / name for folder in folders for name in sorted(names(folder, part)))
+        inner = (
+            path
+            for folder in folders
+            for path in (folders_below(folder) if part == "**" else map(folder.joinpath, sorted(names(folder, part))))
+        )
         distinct: dict[str, Path] = {}
         for folder in filter(is_folder, inner):
             distinct.setdefault(os.path.realpath(folder), folder)
@@ -167,9 +178,17 @@ def _folder_files(folder: Path, source: DataSource) -> tuple[list[Path], tuple[s
         match = SHARD.fullmatch(path.name[: -len(suffix_of(path) or "")])
         splits[path] = match["split"] if match else path.name
     known = {name for names in SPLIT_NAMES.values() for name in names}
-    # Names such as part-0 and part-1 tell no splits apart: then all files are read.
-    if source.split is None and not known & set(splits.values()):
-        return _of_one_kind(files, str(folder)), ()
+    if not known & set(splits.values()) and source.split not in splits.values():
+        # No file is called as a split is. Where the words of the names hold several, as quora-train and quora_test do,
+        # they tell splits apart; part-0 and part-1 don't, and neither does the one word of unit-test-questions.
+        words = {
+            path: [word for word in re.split("[^a-z]+", split.lower()) if word in known]
+            for path, split in splits.items()
+        }
+        if len({of_name[0] for of_name in words.values() if of_name}) > 1:
+            splits |= {path: of_name[0] for path, of_name in words.items() if of_name}
+        elif source.split is None:
+            return _of_one_kind(files, str(folder)), ()
     chosen = split_for(set(splits.values()), source.split, source.role)
     if chosen is None:
         names = SPLIT_NAMES[source.role] if source.split is None else (source.split,)

@@ -109,8 +109,7 @@ class GlobalSampler:
     def arrangement_notes(self) -> tuple[str, ...]:
         """Return the effect of sources and arrangement in words, one plain sentence each."""
         of_sources = () if self._mixture is None else self._mixture.notes(self._starts, self.num_records)
-        taken = sum(map(len, self._taken(0)))
-        return (*of_sources, *self._arrangement.notes(self._epoch(0), taken))
+        return (*of_sources, *self._arrangement.notes(self._epoch(0), int(self._starts[-1])))
 
     def _epoch(self, epoch: int) -> EpochBatches:
         if epoch != self._cached_epoch:
@@ -165,7 +164,8 @@ class Mixture:
         """Share of each source in an epoch: weight x size^(1 / temperature), of the sum."""
         # As the temperature of multilingual models (T5, XLM-R): at 5, a source of 100 times the rows comes 2.5 times as
         # often, not 100 times; without an end to it, all come alike.
-        raw = np.array(self.weights) * np.array(self.sizes, dtype=np.float64) ** (1 / self.temperature)
+        # Sizes count relative to the largest: a power of them would be too large a number at a low temperature.
+        raw = np.array(self.weights) * (np.array(self.sizes) / max(self.sizes)) ** (1 / self.temperature)
         shares: NDArray[np.float64] = np.round(raw / raw.sum(), SHARE_DIGITS)
         return shares
 

@@ -58,6 +58,7 @@ KEYS_OF_USE = frozenset(
     {
         *("data_path", "val_data_path", "test_data_path", "guard_data"),
         *("data_split", "val_data_split", "test_data_split", "guard_data_split", "val_fraction", "leak"),
+        *("data", "source_batches", "source_temperature"),  # of an entry, mapping and loss come with its source
         *("image_augmentation", "image_flip", "retrieval_mode", "num_workers", "prefetch_factor", "drop_last"),
     }
 )

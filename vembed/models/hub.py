@@ -170,6 +170,14 @@ class ModelFiles:
         from transformers import AutoConfig
 
         if subfolder not in self._configs:  # a request to the hub, and several classes ask before one takes the model
+            # transformers would load the adapter's base, freeze all of it, and write nothing but the adapter again.
+            adapter_file = f"{subfolder}/adapter_config.json".removeprefix("/")
+            if self.read(adapter_file) is not None:
+                base = self.read_json(adapter_file, others=True).get("base_model_name_or_path") or "another model"
+                raise ConfigError(
+                    f"{self.name} holds an adapter for {base} ({adapter_file}), and vembed loads whole models; merge "
+                    f"the two with peft's merge_and_unload, save the result, and name its folder"
+                )
             self._configs[subfolder] = self._load(AutoConfig, subfolder)
         config = self._configs[subfolder]
         return getattr(config, "vision_config", config) if self.image_tower else config

@@ -215,6 +215,15 @@ def test_a_length_that_forgets_the_positions_which_roberta_loses_is_shortened(tm
     assert embed(encoder, ["a " * 200]).isfinite().all()
 
 
+@pytest.mark.parametrize(("kind", "length"), [("bert", POSITIONS), ("gpt2", POSITIONS), ("modernbert", POSITIONS + 9)])
+def test_a_length_over_the_table_of_positions_is_shortened(tmp_path: Path, kind: str, length: int) -> None:
+    written(tmp_path / "model", pooled(write_model(tmp_path / "bare", kind)))
+    edit_json(tmp_path / "model" / "sentence_bert_config.json", max_seq_length=POSITIONS + 9)
+    encoder = load(tmp_path / "model")
+    assert encoder.max_length == length  # rotary positions go on
+    assert embed(encoder, ["a " * 200]).isfinite().all()
+
+
 def test_the_weights_of_dense_layers_are_read_once_and_by_no_plan(
     transformers_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -288,7 +288,15 @@ def test_a_pooling_that_the_dense_layer_does_not_take_is_refused(transformers_fo
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("transformer_task", "fill-mask"), ("query_length", 32), ("processing_kwargs", {"text": {"max_length": 3}})],
+    [
+        ("transformer_task", "fill-mask"),
+        ("query_length", 32),
+        ("processing_kwargs", {"text": {"max_length": 3}}),
+        ("modality_config", {"text": {"method": "forward", "method_output_name": ["hidden_states", -2]}}),
+        ("module_output_name", "sentence_embedding"),
+        ("config_args", {"is_decoder": True}),
+        ("processor_kwargs", {"model_max_length": 9}),
+    ],
 )
 def test_a_setting_of_the_transformer_that_changes_vectors_is_refused(
     transformers_folder: Path, tmp_path: Path, key: str, value: object
@@ -297,6 +305,25 @@ def test_a_setting_of_the_transformer_that_changes_vectors_is_refused(
     load(tmp_path / "model")
     edit_json(tmp_path / "model" / "sentence_bert_config.json", **{key: value})
     refused(tmp_path / "model", f"sentence_bert_config.json sets {key}")
+
+
+def test_arguments_that_leave_the_vectors_alone_are_taken(transformers_folder: Path, tmp_path: Path) -> None:
+    written(tmp_path / "model", [*pooled(transformers_folder), Normalize()])
+    harmless = {"model_args": {"torch_dtype": "float32"}, "tokenizer_args": {"padding_side": "right"}, "config_args": {}}
+    edit_json(tmp_path / "model" / "sentence_bert_config.json", **harmless)
+    assert_same_vectors(SentenceTransformer(str(tmp_path / "model"), device="cpu"), tmp_path / "model")
+
+
+def test_a_decoder_whose_texts_go_through_a_chat_template_is_run_by_the_library(tmp_path: Path) -> None:
+    bare = write_model(tmp_path / "bare", "qwen3")
+    template = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+    edit_json(bare / "tokenizer_config.json", chat_template=template)
+    theirs = written(tmp_path / "model", [*pooled(bare, "lasttoken"), Normalize()])
+    ours = load_any(tmp_path / "model").eval()
+    assert "sets modality_config to" in ours.describe()["why"]
+    assert (embed(ours) - theirs.encode(list(TEXTS), convert_to_tensor=True)).abs().max() <= 1e-5
+    untold = load(bare, pooling_method="last_token")  # the template is what makes the difference
+    assert (embed(untold) - embed(ours)).abs().max() > 0.1
 
 
 def test_an_unknown_pooling_or_default_prompt_is_refused(transformers_folder: Path, tmp_path: Path) -> None:

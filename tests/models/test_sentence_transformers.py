@@ -30,6 +30,7 @@ from sentence_transformers.sentence_transformer.modules import (
 
 from vembed.errors import ConfigError
 from vembed.models import checked_files
+from vembed.models.export import serve_page
 from vembed.models.hub import ModelFiles
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder, load_skeleton
@@ -193,6 +194,17 @@ def test_the_users_word_comes_before_the_folder(transformers_folder: Path, tmp_p
     assert "pooling_method" in encoder.describe()["pooling"]
 
 
+def test_prompts_of_other_tasks_are_written_back(transformers_folder: Path, tmp_path: Path) -> None:
+    prompts = {**PROMPTS, "clustering": "group: ", "passage": "old: "}
+    written(tmp_path / "model", [*pooled(transformers_folder), Normalize()], prompts=prompts)
+    load(tmp_path / "model", prompts={"document": ""}).save(tmp_path / "saved")
+    theirs = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    # Another name of a side goes with the side: it would come back in place of the prompt that was taken away.
+    assert theirs.prompts == {"query": PROMPTS["query"], "document": "", "clustering": "group: "}
+    assert load(tmp_path / "saved").prompts == {"query": PROMPTS["query"], "document": ""}
+    assert "group" not in serve_page(tmp_path / "saved", "saved")
+
+
 def test_a_transformer_in_a_subfolder_is_found(transformers_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     expected = written(folder, [*pooled(transformers_folder), Normalize()]).encode(list(TEXTS), convert_to_tensor=True)
@@ -309,7 +321,11 @@ def test_a_setting_of_the_transformer_that_changes_vectors_is_refused(
 
 def test_arguments_that_leave_the_vectors_alone_are_taken(transformers_folder: Path, tmp_path: Path) -> None:
     written(tmp_path / "model", [*pooled(transformers_folder), Normalize()])
-    harmless = {"model_args": {"torch_dtype": "float32"}, "tokenizer_args": {"padding_side": "right"}, "config_args": {}}
+    harmless = {
+        "model_args": {"torch_dtype": "float32"},
+        "tokenizer_args": {"padding_side": "right"},
+        "config_args": {},
+    }
     edit_json(tmp_path / "model" / "sentence_bert_config.json", **harmless)
     assert_same_vectors(SentenceTransformer(str(tmp_path / "model"), device="cpu"), tmp_path / "model")
 

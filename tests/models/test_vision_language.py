@@ -94,6 +94,14 @@ def test_vectors_are_those_of_the_published_rule(folders: dict[str, Path], kind:
     )
 
 
+def test_the_prompt_of_an_entry_of_data_is_read_as_that_of_the_run(folders: dict[str, Path]) -> None:
+    encoder = load(folders["qwen3_vl"])
+    assert encoder.with_prompts({"query": "Find it "}).prompts["query"] == "Find it."
+    assert load(folders["qwen3_vl"], query_prompt="Find it ").prompts["query"] == "Find it."
+    with pytest.raises(ConfigError, match=r"document_prompt holds <\|image_pad\|>, which stands for a picture"):
+        encoder.with_prompts({"document": "Like <|image_pad|>"})
+
+
 def test_a_picture_costs_the_tokens_that_stand_for_it(folders: dict[str, Path]) -> None:
     encoder = load(folders["qwen3_vl"])
     composed, text = encoder.featurize([Composed((LARGE,), "in red")], "query"), encoder.featurize(["in red"], "query")

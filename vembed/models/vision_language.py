@@ -108,19 +108,15 @@ def load_processor(
     wanted = most if keys.image_tokens == "auto" else keys.image_tokens
     image_tokens = family.limit_images(processor, wanted, keys.max_image_size)
 
-    # The instruction of each side. A placeholder in one would be taken for a picture.
     network = getattr(config, "vlm_config", config)  # ColPali's and ColQwen2's is within theirs
     placeholder = str(processor.tokenizer.convert_ids_to_tokens(network.image_token_id))
     prompts: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
     saved_instructions = saved.get("instructions", {})
-    instructions: dict[Side, str] = {}
-    for side, prompt in prompts.items():
-        if placeholder in (prompt or ""):
-            raise ConfigError(f"{side}_prompt holds {placeholder}, which stands for a picture; leave it out")
-        words = saved_instructions.get(side, family.instruction) if prompt is None else prompt
-        words = words.strip()
-        ends = not words or unicodedata.category(words[-1]).startswith("P")
-        instructions[side] = words if ends or not family.ends_instruction else f"{words}."
+    chosen = {
+        side: saved_instructions.get(side, family.instruction) if prompt is None else prompt
+        for side, prompt in prompts.items()
+    }
+    instructions = as_instructions(chosen, family, placeholder)
 
     limits = (
         processor.tokenizer.model_max_length,
@@ -135,6 +131,25 @@ def load_processor(
         )
     pooling: PoolingMode = asked_pooling(keys) or saved.get("pooling", family.pooling)
     return processor, VisionLanguageSpec(instructions, max_length, image_tokens, pooling)
+
+
+def as_instructions(prompts: Mapping[Side, str], family: VisionLanguageFamily, placeholder: str) -> dict[Side, str]:
+    """Return prompts as a family wants its instructions, with punctuation at their end.
+
+    Args:
+        placeholder: What stands for a picture: in a prompt it would be taken for one.
+
+    Raises:
+        ConfigError: A prompt holds it.
+    """
+    instructions: dict[Side, str] = {}
+    for side, prompt in prompts.items():
+        if placeholder in prompt:
+            raise ConfigError(f"{side}_prompt holds {placeholder}, which stands for a picture; leave it out")
+        words = prompt.strip()
+        ends = not words or unicodedata.category(words[-1]).startswith("P")
+        instructions[side] = words if ends or not family.ends_instruction else f"{words}."
+    return instructions
 
 
 def _stand_in(config: PreTrainedConfig) -> Any:
@@ -248,6 +263,11 @@ class VisionLanguageEncoder(Encoder):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The processor's tokenizer."""
         return self.processor.tokenizer  # type: ignore[no-any-return]
+
+    @override
+    def with_prompts(self, prompts: Mapping[Side, str]) -> Self:
+        placeholder = str(self.tokenizer.convert_ids_to_tokens(self._image_id))
+        return super().with_prompts(as_instructions(prompts, self.family, placeholder))
 
     @classmethod
     @override

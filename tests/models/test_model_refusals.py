@@ -204,6 +204,11 @@ def test_a_model_that_the_hub_cant_give_is_the_machines_fault() -> None:
     assert caught.value.exit_code == ExitCode.ENVIRONMENT == 5
 
 
+def test_a_file_of_a_model_is_told_from_a_name_of_the_hub(bert_folder: Path) -> None:
+    for name in ("model.safetensors", "config.json"):  # the second is a shape, which a plan takes and a run doesn't
+        refused(bert_folder / name, f"bert/{name} is a file; name the folder that a model lies in")
+
+
 def test_a_folder_that_isnt_there_is_the_configurations_fault() -> None:
     refused("./no/such/folder", "there is no folder ./no/such/folder; name that of a model, or of a run")
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import json
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -35,7 +35,16 @@ from vembed.data.images import ImageError
 from vembed.errors import ConfigError, DataError
 from vembed.models import attention
 from vembed.models.encoder import About, Encoder
-from vembed.models.formats import model_type_of
+from vembed.models.formats import (
+    GENERAL_FILE,
+    MODULES_FILE,
+    TRANSFORMER_FILE,
+    model_type_of,
+    module_paths,
+    pooling_modes,
+    read_modules,
+    read_prompts,
+)
 from vembed.models.hub import PICTURE_SIDE, tokenizer_facts
 from vembed.models.pictures import Normalisation, last_step, normalised, process_pictures, side_of
 from vembed.models.plannable import ROWS, TowerInputs, find_tower, is_within, layer_period, text_inputs, token_inputs
@@ -150,6 +159,40 @@ def as_instructions(prompts: Mapping[Side, str], family: VisionLanguageFamily, p
         ends = not words or unicodedata.category(words[-1]).startswith("P")
         instructions[side] = words if ends or not family.ends_instruction else f"{words}."
     return instructions
+
+
+def _as_its_library(
+    files: ModelFiles, spec: VisionLanguageSpec, family: VisionLanguageFamily, processor: Any
+) -> VisionLanguageSpec:
+    """Return how items are read with pooling and prompts of a folder of sentence-transformers, where no key says more.
+
+    Raises:
+        ConfigError: The folder has a module or a setting that vembed doesn't follow.
+    """
+    keys, general = files.keys, files.read_json(GENERAL_FILE)
+    paths = module_paths(read_modules(files), files.name, kinds=("Transformer", "Pooling", "Normalize"))
+    (mode, *others) = pooling_modes(files.read_json(f"{paths['Pooling'][0]}/config.json"), files.name)
+    processing = files.read_json(TRANSFORMER_FILE).get("processing_kwargs") or {}
+    # vembed ends each conversation with the turn of the assistant; the library does where the folder says so, and where
+    # the template writes it anyway.
+    turn = (processing.get("chat_template") or {}).get("add_generation_prompt", False)
+    message = [{"role": "user", "content": [{"type": "text", "text": EMPTY}]}]
+    ours, theirs = (
+        processor.apply_chat_template(message, tokenize=False, add_generation_prompt=wanted)
+        if family.needs_chat_template
+        else ""
+        for wanted in (True, bool(turn))
+    )
+    if others or ours != theirs:
+        unlike = "several modes of pooling" if others else f"no add_generation_prompt in {TRANSFORMER_FILE}"
+        raise ConfigError(
+            f"{files.name}: it has {unlike}, which vembed doesn't follow for {family.name}; its vectors would be "
+            f"others. Delete {MODULES_FILE} in its folder to read it by the family's own rule"
+        )
+    said = {"query": keys.query_prompt, "document": keys.document_prompt}
+    named = {side: prompt for side, prompt in read_prompts(general, files.name).items() if said[side] is None}
+    pooling = mode if keys.pooling_method == "auto" else spec.pooling
+    return replace(spec, instructions={**spec.instructions, **named}, pooling=pooling)
 
 
 def _stand_in(config: PreTrainedConfig) -> Any:
@@ -285,6 +328,8 @@ class VisionLanguageEncoder(Encoder):
             raise ConfigError(f"{files.name}: models of type {kind} don't train here; take one of {families}")
         family = FAMILIES.load(kind)()
         processor, spec = load_processor(files, config, family)
+        if files.read(MODULES_FILE) is not None:
+            spec = _as_its_library(files, spec, family, processor)
         backbone = files.backbone("", config, AutoModel)
         return cls(files.name, backbone=backbone, processor=processor, family=family, spec=spec)
 

@@ -124,6 +124,7 @@ def test_a_prompt_comes_behind_the_marker_of_a_saved_model_too(bert: Path, tmp_p
     late(bert).save(tmp_path)
     found = load_any(tmp_path, query_prompt="find: ").eval()
     assert found.prompts == wanted.prompts == {"query": "[Q] find: ", "document": "[D] "}
+    assert late(bert).with_prompts({"query": "find: "}).prompts == wanted.prompts  # as an entry of data sets them
     found.save(tmp_path / "again")
     assert load_any(tmp_path / "again").prompts == found.prompts
     edit_json(tmp_path / "config_sentence_transformers.json", model_type="ColBERT", prompts={}, query_prefix="[Q] ")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from kit.picture_models import write_picture_model
 from kit.text_models import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, load_any, write_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, CanineConfig, FNetConfig
 
@@ -171,6 +172,20 @@ def test_a_truncated_file_is_refused(bert_folder: Path, file: str) -> None:
     refused(bert_folder, rf"{file} is broken|bert could not be loaded.*{file}")
 
 
+@pytest.mark.parametrize("beside_its_base", [False, True])
+def test_an_adapter_without_its_base_merged_says_what_to_do(
+    bert_folder: Path, tmp_path: Path, beside_its_base: bool
+) -> None:
+    config = LoraConfig(r=2, target_modules=["query"])
+    get_peft_model(AutoModel.from_pretrained(bert_folder), config).save_pretrained(tmp_path / "adapter")
+    if beside_its_base:
+        shutil.copytree(bert_folder, tmp_path / "adapter", dirs_exist_ok=True)
+    message = (
+        rf"holds an adapter for {bert_folder} \(adapter_config.json\), .*merge the two with peft's merge_and_unload"
+    )
+    refused(tmp_path / "adapter", message)
+
+
 def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "could not be loaded")
 
@@ -187,6 +202,11 @@ def test_a_model_that_the_hub_cant_give_is_the_machines_fault() -> None:
     with pytest.raises(MachineError, match="no-owner/no-such-model") as caught:
         load("no-owner/no-such-model")
     assert caught.value.exit_code == ExitCode.ENVIRONMENT == 5
+
+
+def test_a_file_of_a_model_is_told_from_a_name_of_the_hub(bert_folder: Path) -> None:
+    for name in ("model.safetensors", "config.json"):  # the second is a shape, which a plan takes and a run doesn't
+        refused(bert_folder / name, f"bert/{name} is a file; name the folder that a model lies in")
 
 
 def test_a_folder_that_isnt_there_is_the_configurations_fault() -> None:

@@ -30,6 +30,7 @@ from sentence_transformers.sentence_transformer.modules import (
 
 from vembed.errors import ConfigError
 from vembed.models import checked_files
+from vembed.models.export import serve_page
 from vembed.models.hub import ModelFiles
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder, load_skeleton
@@ -193,6 +194,17 @@ def test_the_users_word_comes_before_the_folder(transformers_folder: Path, tmp_p
     assert "pooling_method" in encoder.describe()["pooling"]
 
 
+def test_prompts_of_other_tasks_are_written_back(transformers_folder: Path, tmp_path: Path) -> None:
+    prompts = {**PROMPTS, "clustering": "group: ", "passage": "old: "}
+    written(tmp_path / "model", [*pooled(transformers_folder), Normalize()], prompts=prompts)
+    load(tmp_path / "model", prompts={"document": ""}).save(tmp_path / "saved")
+    theirs = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    # Another name of a side goes with the side: it would come back in place of the prompt that was taken away.
+    assert theirs.prompts == {"query": PROMPTS["query"], "document": "", "clustering": "group: "}
+    assert load(tmp_path / "saved").prompts == {"query": PROMPTS["query"], "document": ""}
+    assert "group" not in serve_page(tmp_path / "saved", "saved")
+
+
 def test_a_transformer_in_a_subfolder_is_found(transformers_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     expected = written(folder, [*pooled(transformers_folder), Normalize()]).encode(list(TEXTS), convert_to_tensor=True)
@@ -212,6 +224,15 @@ def test_a_length_that_forgets_the_positions_which_roberta_loses_is_shortened(tm
     edit_json(tmp_path / "model" / "sentence_bert_config.json", max_seq_length=POSITIONS + 2)
     encoder = load(tmp_path / "model")
     assert encoder.max_length == POSITIONS
+    assert embed(encoder, ["a " * 200]).isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "length"), [("bert", POSITIONS), ("gpt2", POSITIONS), ("modernbert", POSITIONS + 9)])
+def test_a_length_over_the_table_of_positions_is_shortened(tmp_path: Path, kind: str, length: int) -> None:
+    written(tmp_path / "model", pooled(write_model(tmp_path / "bare", kind)))
+    edit_json(tmp_path / "model" / "sentence_bert_config.json", max_seq_length=POSITIONS + 9)
+    encoder = load(tmp_path / "model")
+    assert encoder.max_length == length  # rotary positions go on
     assert embed(encoder, ["a " * 200]).isfinite().all()
 
 
@@ -279,7 +300,15 @@ def test_a_pooling_that_the_dense_layer_does_not_take_is_refused(transformers_fo
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("transformer_task", "fill-mask"), ("query_length", 32), ("processing_kwargs", {"text": {"max_length": 3}})],
+    [
+        ("transformer_task", "fill-mask"),
+        ("query_length", 32),
+        ("processing_kwargs", {"text": {"max_length": 3}}),
+        ("modality_config", {"text": {"method": "forward", "method_output_name": ["hidden_states", -2]}}),
+        ("module_output_name", "sentence_embedding"),
+        ("config_args", {"is_decoder": True}),
+        ("processor_kwargs", {"model_max_length": 9}),
+    ],
 )
 def test_a_setting_of_the_transformer_that_changes_vectors_is_refused(
     transformers_folder: Path, tmp_path: Path, key: str, value: object
@@ -288,6 +317,29 @@ def test_a_setting_of_the_transformer_that_changes_vectors_is_refused(
     load(tmp_path / "model")
     edit_json(tmp_path / "model" / "sentence_bert_config.json", **{key: value})
     refused(tmp_path / "model", f"sentence_bert_config.json sets {key}")
+
+
+def test_arguments_that_leave_the_vectors_alone_are_taken(transformers_folder: Path, tmp_path: Path) -> None:
+    written(tmp_path / "model", [*pooled(transformers_folder), Normalize()])
+    harmless = {
+        "model_args": {"torch_dtype": "float32"},
+        "tokenizer_args": {"padding_side": "right"},
+        "config_args": {},
+    }
+    edit_json(tmp_path / "model" / "sentence_bert_config.json", **harmless)
+    assert_same_vectors(SentenceTransformer(str(tmp_path / "model"), device="cpu"), tmp_path / "model")
+
+
+def test_a_decoder_whose_texts_go_through_a_chat_template_is_run_by_the_library(tmp_path: Path) -> None:
+    bare = write_model(tmp_path / "bare", "qwen3")
+    template = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+    edit_json(bare / "tokenizer_config.json", chat_template=template)
+    theirs = written(tmp_path / "model", [*pooled(bare, "lasttoken"), Normalize()])
+    ours = load_any(tmp_path / "model").eval()
+    assert "sets modality_config to" in ours.describe()["why"]
+    assert (embed(ours) - theirs.encode(list(TEXTS), convert_to_tensor=True)).abs().max() <= 1e-5
+    untold = load(bare, pooling_method="last_token")  # the template is what makes the difference
+    assert (embed(untold) - embed(ours)).abs().max() > 0.1
 
 
 def test_an_unknown_pooling_or_default_prompt_is_refused(transformers_folder: Path, tmp_path: Path) -> None:

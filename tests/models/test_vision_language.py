@@ -11,7 +11,9 @@ import pytest
 import torch
 from adapter_cases import assert_exact, partly_trained, trainable_of, wake
 from kit.picture_models import opened, picture, vectors
-from kit.text_models import load_any
+from kit.text_models import embed, load_any
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 from transformers import AutoModel, AutoProcessor
 from transformers.models.smolvlm import processing_smolvlm
 from vision_language_cases import FAMILY_BUILDERS, SIDE, VISION_LANGUAGE_BUILDERS, write_vision_language
@@ -92,6 +94,37 @@ def test_vectors_are_those_of_the_published_rule(folders: dict[str, Path], kind:
     assert torch.allclose(
         vectors(plain, ITEMS), by_the_rule(folders[kind], ITEMS, plain.prompts["query"], 40), rtol=0, atol=1e-5
     )
+
+
+def test_a_folder_of_sentence_transformers_is_followed_or_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    base, prompts = folders["qwen3_vl"], {"query": "Find it", "document": ""}
+    template = {"chat_template": {"add_generation_prompt": True}}
+    for name, behind, processing in (("same", [], template), ("dense", [Dense(32, 8)], template), ("turn", [], {})):
+        modules = [Transformer(str(base), processing_kwargs=processing), Pooling(32, "mean"), *behind, Normalize()]
+        theirs = SentenceTransformer(modules=modules, device="cpu", prompts=prompts)
+        theirs.save(str(tmp_path / name), create_model_card=False)
+        if name == "same":
+            expected = {"query": theirs.encode_query(["sea", "a"]), "document": theirs.encode_document(["sea", "a"])}
+    encoder = load_any(tmp_path / "same").eval()
+    for side in ("query", "document"):
+        assert np.abs(embed(encoder, ["sea", "a"], side=side).numpy() - expected[side]).max() <= 1e-5
+    with pytest.raises(ConfigError, match=r"modules\.json names .*Dense, which vembed doesn't run"):
+        load_any(tmp_path / "dense")
+    with pytest.raises(ConfigError, match=r"no add_generation_prompt in sentence_bert_config\.json, .* Delete modules"):
+        load_any(tmp_path / "turn")
+    path = tmp_path / "turn" / "chat_template.jinja"
+    end = "{% if add_generation_prompt %}"
+    assert end in path.read_text()
+    path.write_text(path.read_text().replace(end, "{% if true %}"))
+    assert load_any(tmp_path / "turn").prompts == prompts  # a template that always ends so is the same to both
+
+
+def test_the_prompt_of_an_entry_of_data_is_read_as_that_of_the_run(folders: dict[str, Path]) -> None:
+    encoder = load(folders["qwen3_vl"])
+    assert encoder.with_prompts({"query": "Find it "}).prompts["query"] == "Find it."
+    assert load(folders["qwen3_vl"], query_prompt="Find it ").prompts["query"] == "Find it."
+    with pytest.raises(ConfigError, match=r"document_prompt holds <\|image_pad\|>, which stands for a picture"):
+        encoder.with_prompts({"document": "Like <|image_pad|>"})
 
 
 def test_a_picture_costs_the_tokens_that_stand_for_it(folders: dict[str, Path]) -> None:

@@ -13,7 +13,7 @@ Shape legend: R rows, V vectors of those rows, E their dim.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -144,6 +144,10 @@ class ColbertEncoder(TextEncoder):
         )
 
     @override
+    def with_prompts(self, prompts: Mapping[Side, str]) -> Self:
+        return super().with_prompts(marked(prompts, self.late.markers))
+
+    @override
     def longest_text(self, side: Side) -> int:
         return self.late.query_length if side == "query" else self.spec.max_length
 
@@ -249,12 +253,6 @@ def _decide_late(
     """Decide markers, lengths and the choice of vectors: the user's word, else the model's files."""
     late = folder.spec
     origin = {name: file for name, file in spec.origin.items() if name == "max_seq_length"}
-    # A prompt that doesn't begin with its side's marker comes behind it.
-    marked = {
-        side: marker + prompt.removeprefix(marker)
-        for side, prompt in prompts.items()
-        for marker in [late.markers.get(side, "")]
-    }
     if folder.is_new and keys.max_seq_length == "auto" and spec.max_length > DOCUMENT_LENGTH:
         spec = replace(spec, max_length=DOCUMENT_LENGTH)
         origin["max_seq_length"] = "usual in late interaction"
@@ -273,7 +271,16 @@ def _decide_late(
         late = replace(late, topk_tokens=keys.topk_tokens)
     if keys.pool_factor != "auto":
         late = replace(late, pool_factor=keys.pool_factor)
-    return replace(spec, origin=origin), marked, late
+    return replace(spec, origin=origin), marked(prompts, late.markers), late
+
+
+def marked(prompts: Mapping[Side, str], markers: Mapping[Side, str]) -> dict[Side, str]:
+    """Return prompts behind the marker of their side, unless they begin with it."""
+    return {
+        side: marker + prompt.removeprefix(marker)
+        for side, prompt in prompts.items()
+        for marker in [markers.get(side, "")]
+    }
 
 
 def add_markers(backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, markers: Iterable[str]) -> None:

@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.files import new_folder
 from vembed.models.exportable import TEXTS, largest_difference, sample_pngs, sample_vectors, writable_forms
-from vembed.models.formats import GENERAL_FILE, MODULES_FILE, TRANSFORMER_FILE
+from vembed.models.formats import GENERAL_FILE, MODULES_FILE, PROMPT_NAMES, TRANSFORMER_FILE
 from vembed.models.hub import DTYPES, ModelFiles, quiet_loading, save_background
 from vembed.models.keys import ModelKeys
 from vembed.models.load import encoder_classes, load_encoder
@@ -387,7 +387,9 @@ def read_served(folder: Path) -> Served:
         model_type=str(config.get("model_type", "")),
         modules=tuple(str(module["type"]).rpartition(".")[2] for module in read(MODULES_FILE)),
         pooling=named[0] if len(named) == 1 and flags.get("include_prompt", True) else "",
-        prompts={side: prompt for side, prompt in (general.get("prompts") or {}).items() if prompt},
+        prompts={
+            side: prompt for side, prompt in (general.get("prompts") or {}).items() if side in PROMPT_NAMES and prompt
+        },
         max_length=text.get("max_seq_length"),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         lower_case=bool(text.get("do_lower_case", False)),

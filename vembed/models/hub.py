@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from vembed.batch import Background, Side
 from vembed.errors import ConfigError, MachineError
-from vembed.files import is_folder
+from vembed.files import home_path, is_file, is_folder
 from vembed.models.checked_files import (
     CONFIG_KINDS,
     KINDS,
@@ -103,6 +103,7 @@ class ModelFiles:
         """Return the local path of one of the model's files, or None when it has no such file.
 
         Raises:
+            ConfigError: The model is a file.
             MachineError: The model is no folder, and the hub can't be reached.
         """
         if self.shape:
@@ -157,7 +158,9 @@ class ModelFiles:
         if self.has_weights and self.folder is not None:
             load_weights(module, self.folder / file)
 
-    def _unreachable(self, error: Exception) -> MachineError:
+    def _unreachable(self, error: Exception) -> ConfigError | MachineError:
+        if is_file(home_path(self.name)):
+            return ConfigError(f"{self.name} is a file; name the folder that a model lies in")
         near = nearest_folder(Path(self.name)) if is_folder(Path(self.name).parent) else ""
         return MachineError(
             f"model_name {self.name!r} is no folder here{near} and could not be read from the hub: "
@@ -170,6 +173,14 @@ class ModelFiles:
         from transformers import AutoConfig
 
         if subfolder not in self._configs:  # a request to the hub, and several classes ask before one takes the model
+            # transformers would load the adapter's base, freeze all of it, and write nothing but the adapter again.
+            adapter_file = f"{subfolder}/adapter_config.json".removeprefix("/")
+            if self.read(adapter_file) is not None:
+                base = self.read_json(adapter_file, others=True).get("base_model_name_or_path") or "another model"
+                raise ConfigError(
+                    f"{self.name} holds an adapter for {base} ({adapter_file}), and vembed loads whole models; merge "
+                    f"the two with peft's merge_and_unload, save the result, and name its folder"
+                )
             self._configs[subfolder] = self._load(AutoConfig, subfolder)
         config = self._configs[subfolder]
         return getattr(config, "vision_config", config) if self.image_tower else config

@@ -60,6 +60,11 @@ ROBERTA_LIKE = frozenset(
 )
 """Models whose positions begin behind the padding id: they lose that many."""
 
+TABLE_OF_POSITIONS = ROBERTA_LIKE | frozenset(
+    {"albert", "bert", "convbert", "distilbert", "electra", "ernie", "gpt2", "mobilebert"}
+)
+"""Models with a row of a table for each position, which run no longer text; others reckon positions, or have none."""
+
 
 # --- Attention and pooling --------------------------------------------------------------------------------------------
 
@@ -227,8 +232,12 @@ def _decide_length(
             )
     elif described:
         length, origin = described, TRANSFORMER_FILE
-        if limit is not None and position_offset(config) and length > limit:
-            length, origin = limit, "config.json"  # the file forgot the positions that this family loses
+        has_table = (
+            config.model_type in TABLE_OF_POSITIONS
+            and getattr(config, "position_embedding_type", "absolute") == "absolute"  # ALiBi, in code of its own
+        )
+        if limit is not None and has_table and length > limit:
+            length, origin = limit, "config.json"  # most often the file forgot the positions that RoBERTa loses
     else:
         candidates = {"tokenizer_config.json": tokenizer.model_max_length, "config.json": limit}
         # transformers writes 1e30 for "no limit".

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import json
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -35,7 +35,16 @@ from vembed.data.images import ImageError
 from vembed.errors import ConfigError, DataError
 from vembed.models import attention
 from vembed.models.encoder import About, Encoder
-from vembed.models.formats import model_type_of
+from vembed.models.formats import (
+    GENERAL_FILE,
+    MODULES_FILE,
+    TRANSFORMER_FILE,
+    model_type_of,
+    module_paths,
+    pooling_modes,
+    read_modules,
+    read_prompts,
+)
 from vembed.models.hub import PICTURE_SIDE, tokenizer_facts
 from vembed.models.pictures import Normalisation, last_step, normalised, process_pictures, side_of
 from vembed.models.plannable import ROWS, TowerInputs, find_tower, is_within, layer_period, text_inputs, token_inputs
@@ -108,19 +117,15 @@ def load_processor(
     wanted = most if keys.image_tokens == "auto" else keys.image_tokens
     image_tokens = family.limit_images(processor, wanted, keys.max_image_size)
 
-    # The instruction of each side. A placeholder in one would be taken for a picture.
     network = getattr(config, "vlm_config", config)  # ColPali's and ColQwen2's is within theirs
     placeholder = str(processor.tokenizer.convert_ids_to_tokens(network.image_token_id))
     prompts: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
     saved_instructions = saved.get("instructions", {})
-    instructions: dict[Side, str] = {}
-    for side, prompt in prompts.items():
-        if placeholder in (prompt or ""):
-            raise ConfigError(f"{side}_prompt holds {placeholder}, which stands for a picture; leave it out")
-        words = saved_instructions.get(side, family.instruction) if prompt is None else prompt
-        words = words.strip()
-        ends = not words or unicodedata.category(words[-1]).startswith("P")
-        instructions[side] = words if ends or not family.ends_instruction else f"{words}."
+    chosen = {
+        side: saved_instructions.get(side, family.instruction) if prompt is None else prompt
+        for side, prompt in prompts.items()
+    }
+    instructions = as_instructions(chosen, family, placeholder)
 
     limits = (
         processor.tokenizer.model_max_length,
@@ -135,6 +140,59 @@ def load_processor(
         )
     pooling: PoolingMode = asked_pooling(keys) or saved.get("pooling", family.pooling)
     return processor, VisionLanguageSpec(instructions, max_length, image_tokens, pooling)
+
+
+def as_instructions(prompts: Mapping[Side, str], family: VisionLanguageFamily, placeholder: str) -> dict[Side, str]:
+    """Return prompts as a family wants its instructions, with punctuation at their end.
+
+    Args:
+        placeholder: What stands for a picture: in a prompt it would be taken for one.
+
+    Raises:
+        ConfigError: A prompt holds it.
+    """
+    instructions: dict[Side, str] = {}
+    for side, prompt in prompts.items():
+        if placeholder in prompt:
+            raise ConfigError(f"{side}_prompt holds {placeholder}, which stands for a picture; leave it out")
+        words = prompt.strip()
+        ends = not words or unicodedata.category(words[-1]).startswith("P")
+        instructions[side] = words if ends or not family.ends_instruction else f"{words}."
+    return instructions
+
+
+def _as_its_library(
+    files: ModelFiles, spec: VisionLanguageSpec, family: VisionLanguageFamily, processor: Any
+) -> VisionLanguageSpec:
+    """Return how items are read with pooling and prompts of a folder of sentence-transformers, where no key says more.
+
+    Raises:
+        ConfigError: The folder has a module or a setting that vembed doesn't follow.
+    """
+    keys, general = files.keys, files.read_json(GENERAL_FILE)
+    paths = module_paths(read_modules(files), files.name, kinds=("Transformer", "Pooling", "Normalize"))
+    (mode, *others) = pooling_modes(files.read_json(f"{paths['Pooling'][0]}/config.json"), files.name)
+    processing = files.read_json(TRANSFORMER_FILE).get("processing_kwargs") or {}
+    # vembed ends each conversation with the turn of the assistant; the library does where the folder says so, and where
+    # the template writes it anyway.
+    turn = (processing.get("chat_template") or {}).get("add_generation_prompt", False)
+    message = [{"role": "user", "content": [{"type": "text", "text": EMPTY}]}]
+    ours, theirs = (
+        processor.apply_chat_template(message, tokenize=False, add_generation_prompt=wanted)
+        if family.needs_chat_template
+        else ""
+        for wanted in (True, bool(turn))
+    )
+    if others or ours != theirs:
+        unlike = "several modes of pooling" if others else f"no add_generation_prompt in {TRANSFORMER_FILE}"
+        raise ConfigError(
+            f"{files.name}: it has {unlike}, which vembed doesn't follow for {family.name}; its vectors would be "
+            f"others. Delete {MODULES_FILE} in its folder to read it by the family's own rule"
+        )
+    said = {"query": keys.query_prompt, "document": keys.document_prompt}
+    named = {side: prompt for side, prompt in read_prompts(general, files.name).items() if said[side] is None}
+    pooling = mode if keys.pooling_method == "auto" else spec.pooling
+    return replace(spec, instructions={**spec.instructions, **named}, pooling=pooling)
 
 
 def _stand_in(config: PreTrainedConfig) -> Any:
@@ -249,6 +307,11 @@ class VisionLanguageEncoder(Encoder):
         """The processor's tokenizer."""
         return self.processor.tokenizer  # type: ignore[no-any-return]
 
+    @override
+    def with_prompts(self, prompts: Mapping[Side, str]) -> Self:
+        placeholder = str(self.tokenizer.convert_ids_to_tokens(self._image_id))
+        return super().with_prompts(as_instructions(prompts, self.family, placeholder))
+
     @classmethod
     @override
     def recognises(cls, files: ModelFiles) -> bool:
@@ -265,6 +328,8 @@ class VisionLanguageEncoder(Encoder):
             raise ConfigError(f"{files.name}: models of type {kind} don't train here; take one of {families}")
         family = FAMILIES.load(kind)()
         processor, spec = load_processor(files, config, family)
+        if files.read(MODULES_FILE) is not None:
+            spec = _as_its_library(files, spec, family, processor)
         backbone = files.backbone("", config, AutoModel)
         return cls(files.name, backbone=backbone, processor=processor, family=family, spec=spec)
 

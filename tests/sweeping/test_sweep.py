@@ -18,7 +18,7 @@ from vembed.pages.write import write_page
 from vembed.workflows.sweeping.report import chosen_lines, rank, sweep_page, terminal_lines
 from vembed.workflows.sweeping.seeds import train_seeds
 from vembed.workflows.sweeping.space import Range, corners, drawn, grid, parse_tries
-from vembed.workflows.sweeping.sweep import rungs, shorter, train_halving, train_optuna
+from vembed.workflows.sweeping.sweep import _report, rungs, shorter, train_halving, train_optuna
 from vembed.workflows.sweeping.trials import OUTCOME_FILE, TrainProcess, Trial, Trials, TryAgainError, trial_name
 
 if TYPE_CHECKING:
@@ -483,3 +483,11 @@ def test_a_sweep_without_a_file_names_no_configuration(tmp_path: Path, monkeypat
     assert written["metric"] == GRADED
     assert "configuration" not in written["facts"]
     assert_sound((output / "sweep.html").read_text())
+
+
+def test_the_best_runs_are_compared_by_what_decides_on_their_sets(tmp_path: Path) -> None:
+    runs = Trials(tmp_path / "trials", Runner(sets={"test": GRADED}), METRIC, 2)
+    _report([runs.train(trial) for trial in TWO], tmp_path, METRIC, {}, "vembed sweep")
+    written = json.loads((tmp_path / "comparison" / "compare.json").read_text())
+    assert written["metric"] == GRADED
+    assert [verdict["word"] for verdict in written["verdicts"]] == ["worse"]

@@ -258,7 +258,7 @@ def _report(outcomes: Sequence[Outcome], folder: Path, chosen_by: str, facts: Ma
     # The best runs side by side: curves, time and memory, and the queries that each wins and loses.
     output = folder / "comparison"
     again = redact(shlex.join(["vembed", "compare", *folders, "--output", str(output)]))
-    compare_runs(folders, output, metric=chosen_by, command=again)
+    compare_runs(folders, output, command=again)
     what = "the two trials" if len(folders) == len(ranked) == 2 else f"the best {len(folders)} trials"
     print(f"comparison of {what}: {redact(str(output / 'compare.html'))}")
 

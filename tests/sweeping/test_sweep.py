@@ -18,7 +18,7 @@ from vembed.pages.write import write_page
 from vembed.workflows.sweeping.report import chosen_lines, rank, sweep_page, terminal_lines
 from vembed.workflows.sweeping.seeds import train_seeds
 from vembed.workflows.sweeping.space import Range, corners, drawn, grid, parse_tries
-from vembed.workflows.sweeping.sweep import _report, rungs, shorter, train_halving, train_optuna
+from vembed.workflows.sweeping.sweep import _counted, _report, rungs, shorter, train_halving, train_optuna
 from vembed.workflows.sweeping.trials import OUTCOME_FILE, TrainProcess, Trial, Trials, TryAgainError, trial_name
 
 if TYPE_CHECKING:
@@ -207,6 +207,17 @@ def test_a_failed_trial_is_a_row_with_its_reason_and_stops_no_other(tmp_path: Pa
     again = f"(delete {tmp_path / SIX[3].name} to try it again)"
     assert lines[-1] == f"failed: learning_rate=3e-5 temperature=0.3: out of memory {again}"
     assert lines[1].split()[:3] == ["1", "1e-5", "0.05"]
+
+
+@pytest.mark.parametrize(("batch_size", "plans"), [(64, 1), ("auto", 2)])
+def test_trials_whose_steps_cannot_differ_are_planned_once(
+    batch_size: int | str, plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, planned = trials("max_seq_length=64,512"), []
+    monkeypatch.setattr(TrainProcess, "steps", lambda _, trial: planned.append(trial.name) or 100 * len(planned))
+    config = load_values({"model_name": "builtin:tiny-transformer", "batch_size": batch_size}, {}).config
+    counted = _counted(tried, TrainProcess(None, [], lambda: None), {trial.name: config for trial in tried}, {})
+    assert len(planned) == len({trial.steps for trial in counted}) == plans
 
 
 def test_rounds_halve_down_to_two_trials_with_all_steps() -> None:

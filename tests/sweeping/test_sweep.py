@@ -401,11 +401,12 @@ def test_data_that_changed_between_two_trials_are_refused_and_tried_ones_may_dif
         runs.train(TWO[1])
     with pytest.raises(DataError, match="seed-2"):
         seeds(tmp_path / "seeds", runner)
-    tried = Trials(tmp_path / "tried", runner, METRIC, 3)
-    for name in ("01", "02"):
-        tried.train(Trial(name, {"data_path": name}, steps=8))
-    with pytest.raises(DataError, match="dev"):
-        tried.train(Trial("03", {"data_path": "03"}, steps=8))
+    for key in ("data_path", "leak", "added_losses"):  # rows that leak into a set are left out, or trained on
+        tried = Trials(tmp_path / key, runner, METRIC, 3)
+        for name in ("01", "02"):
+            tried.train(Trial(name, {key: name}, steps=8))
+        with pytest.raises(DataError, match="dev"):
+            tried.train(Trial("03", {key: "03"}, steps=8))
 
     queries = Runner(first={"02": 5, "seed-2": 5})  # no hash tells, and they are others
     runs = Trials(tmp_path / "queries", queries, METRIC, 2)

@@ -244,6 +244,16 @@ def test_a_run_without_hashes_is_compared_by_its_queries_and_says_so(tmp_path: P
     assert any("new_key" in note for note in found.notes)
 
 
+def test_sets_without_hashes_are_found_by_their_names_before_their_places(tmp_path: Path) -> None:
+    small = values_of(2, count=30)
+    first = write_run(tmp_path / "first", values_of(1), further={"test-1": small}, hashes={})
+    turned = write_run(tmp_path / "turned", small, task="toy/test-1", further={"test-1": small}, hashes={})
+    for name in ("baseline", "final"):
+        write_evaluation(turned / "evaluation" / "test-1" / name, result(values_of(3)))  # toy/test
+    found = compare_runs([first, turned])
+    assert [table.lines[METRIC][-1].why_not for table in found.tables] == ["", ""]
+
+
 def test_runs_on_graded_pairs_are_compared_by_their_rank_correlation(tmp_path: Path, runs: list[Path]) -> None:
     graded = [
         write_run(tmp_path / name, (np.asarray(values_of(1)) + shift).tolist(), metric="spearman", task="toy/pairs")

@@ -201,6 +201,12 @@ def test_a_difference_that_its_interval_does_not_exclude_is_within_noise(tmp_pat
     assert [each.word for each in ranked] == ["best", "within noise"]
 
 
+def test_a_difference_on_one_query_is_within_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "QUERIES", 1)
+    outcomes = [*map(Trials(tmp_path, Arithmetic(), METRIC, 2).train, SIX[:2])]
+    assert [each.word for each in rank(outcomes, METRIC)] == ["best", "within noise"]
+
+
 def test_a_failed_trial_is_a_row_with_its_reason_and_stops_no_other(tmp_path: Path) -> None:
     lines = table(tmp_path, lambda runs: [*map(runs.train, SIX)], failing="3e-5")
     assert sum("failed" in line for line in lines) == 4  # two rows, and a line each with the reason

@@ -219,8 +219,14 @@ def test_a_failed_trial_is_a_row_with_its_reason_and_stops_no_other(tmp_path: Pa
 def test_trials_whose_steps_cannot_differ_are_planned_once(
     batch_size: int | str, plans: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried, planned = trials("max_seq_length=64,512"), []
-    monkeypatch.setattr(TrainProcess, "steps", lambda _, trial: planned.append(trial.name) or 100 * len(planned))
+    tried = trials("max_seq_length=64,512")
+    planned: list[str] = []
+
+    def steps(_: TrainProcess, trial: Trial) -> int:
+        planned.append(trial.name)
+        return 100 * len(planned)
+
+    monkeypatch.setattr(TrainProcess, "steps", steps)
     config = load_values({"model_name": "builtin:tiny-transformer", "batch_size": batch_size}, {}).config
     counted = _counted(tried, TrainProcess(None, [], lambda: None), {trial.name: config for trial in tried}, {})
     assert len(planned) == len({trial.steps for trial in counted}) == plans

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vembed.errors import ConfigError
-from vembed.registry import Registry
+from vembed.registry import Registry, import_extra
 
 
 def test_builtin_entries_are_imported_when_they_are_asked_for() -> None:
@@ -47,6 +47,16 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         Registry("thing", {"decoder": "json:JSONDecoder"}).load("decodr")
     with pytest.raises(ConfigError, match=r"no thing 'xyz'\. There are: decoder"):
         Registry("thing", {"decoder": "json:JSONDecoder"}).load("xyz")
+
+
+def test_a_package_of_an_extra_that_is_missing_and_one_that_is_broken_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_of_ours.py").write_text("raise ImportError('libcublas.so.12: cannot open shared object file')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, why in (("broken_of_ours", r"can't be imported \(libcublas.so.12: .* file\)"), ("gone", "is missing")):
+        with pytest.raises(ConfigError, match=rf'--x needs {name}, which {why}: pip install "vembed\[x\]"'):
+            import_extra(name, "x", "--x")
 
 
 def test_the_registry_imports_nothing_heavy() -> None:

@@ -386,14 +386,17 @@ def import_extra(module: str, extra: str, what: str) -> Any:
         what: What needs it, for the message: "--mteb".
 
     Raises:
-        ConfigError: The package isn't installed.
+        ConfigError: The package isn't installed, or can't be imported.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         source = f'"vembed[{extra}]"' if extra else package
-        raise ConfigError(f"{what} needs {package}, which is missing: pip install {source}") from error
+        # It may be there and lack a library of its own, such as one of CUDA, which no pip install of it brings.
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        why = "is missing" if is_missing else f"can't be imported ({printable(str(error))})"
+        raise ConfigError(f"{what} needs {package}, which {why}: pip install {source}") from error
 
 
 @contextmanager

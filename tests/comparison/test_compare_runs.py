@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +13,14 @@ import yaml
 from kit.pages import Page, assert_sound
 from scipy import stats
 
+from vembed.config.load import load_values
+from vembed.config.record import dump_config
+from vembed.data.run_data import content_hash
 from vembed.errors import ConfigError
 from vembed.evaluation.judge import compare, holm, paired_p_value
 from vembed.evaluation.results import EvaluationResult, write_evaluation
 from vembed.pages.text import MINUS
+from vembed.training.data import load_data
 from vembed.workflows.comparison.compare import compare_runs
 from vembed.workflows.comparison.page import overlays, terminal_lines
 
@@ -239,6 +244,16 @@ def test_a_run_without_hashes_is_compared_by_its_queries_and_says_so(tmp_path: P
     assert any("new_key" in note for note in found.notes)
 
 
+def test_sets_without_hashes_are_found_by_their_names_before_their_places(tmp_path: Path) -> None:
+    small = values_of(2, count=30)
+    first = write_run(tmp_path / "first", values_of(1), further={"test-1": small}, hashes={})
+    turned = write_run(tmp_path / "turned", small, task="toy/test-1", further={"test-1": small}, hashes={})
+    for name in ("baseline", "final"):
+        write_evaluation(turned / "evaluation" / "test-1" / name, result(values_of(3)))  # toy/test
+    found = compare_runs([first, turned])
+    assert [table.lines[METRIC][-1].why_not for table in found.tables] == ["", ""]
+
+
 def test_runs_on_graded_pairs_are_compared_by_their_rank_correlation(tmp_path: Path, runs: list[Path]) -> None:
     graded = [
         write_run(tmp_path / name, (np.asarray(values_of(1)) + shift).tolist(), metric="spearman", task="toy/pairs")
@@ -410,6 +425,37 @@ def test_each_query_is_shown_with_what_both_models_put_first(tmp_path: Path) -> 
         assert all(example.query_id in form for example, _ in (*changes.won, *changes.lost))
         assert "✗" not in form
         assert "not retrieved" not in form
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "no"])  # in YAML 1.1, an unquoted no is false
+def test_rows_that_a_run_held_out_are_read_again_as_it_read_them(tmp_path: Path, strategy: str) -> None:
+    rows = ({"query": f"question {n}", "positive": f"answer {n}"} for n in range(1100))
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+    keys = {"model_name": "builtin:ngram-bag", "data_path": str(tmp_path / "rows.jsonl"), "val_fraction": 0.5}
+    config = load_values(keys | {"eval_strategy": strategy}, {}).config
+    data = load_data(config)
+    key, task = ("dev", data.dev) if data.test is None else ("test", data.test)
+    assert task is not None
+    runs = []
+    for name, seed in (("a", 1), ("b", 2)):
+        values = values_of(seed, count=len(task.queries))
+        runs.append(write_run(tmp_path / name, values, hashes={key: content_hash(task)}))
+        (runs[-1] / "config.yaml").write_text(dump_config(config), "utf-8")
+        per_query = {METRIC: dict(zip(task.queries, values, strict=True))}
+        ranked = dict.fromkeys(task.queries, (("d", 0.9),))
+        write_evaluation(runs[-1] / "evaluation/final", replace(result(values), per_query=per_query, run=ranked))
+    found = compare_runs(runs)
+    assert found.changes_note == ""
+    assert found.task is not None
+    assert found.task.queries == task.queries
+
+
+def test_settings_are_read_as_the_run_wrote_them(tmp_path: Path, runs: list[Path]) -> None:
+    other = write_run(tmp_path / "other", values_of(4))
+    for run, rest in ((runs[0], "eval_strategy: no\nrun: 2024-01-01\n"), (other, "eval_strategy: epoch\nrun: on\n")):
+        (run / "config.yaml").write_text(f"learning_rate: 2e-5\n{rest}", "utf-8")
+    found = compare_runs([runs[0], other])
+    assert found.config == {"eval_strategy": ("no", "epoch"), "run": ("2024-01-01", "on")}
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])

@@ -101,6 +101,8 @@ def test_bom_crlf_comments_and_document_marks_are_accepted(write: Write) -> None
         ('{"model_name": "m",\n"data_path": "\\u0000"}', 2, "NUL"),
         ('{"model_name": "m",\n"epochs": ' + "9" * 5000 + "}", 2, "epochs: must be an integer"),
         ('{"model_name": "m", "column_mapping": ' + '{"a":' * 7 + "1" + "}" * 8, 1, "column_mapping.a"),
+        ("model_name: m\nepochs: 08\n", 2, "got '08'; write it without zeros in front"),
+        ("model_name: m\nepochs: '8'\n", 2, "got '8'; remove the quotes"),
         ('{"model_nam\\ne": "m"}', 1, "model_nam\\ne: unknown key; did you mean model_name?"),
     ],
 )
@@ -108,6 +110,11 @@ def test_a_hostile_or_broken_file_is_refused_at_its_line(write: Write, text: str
     found = [each for each in problems(write(text, "a.json" if text[0] == "{" else "a.yaml")) if reason in each]
     assert len(found) == 1
     assert found[0].split(": ")[0].endswith(f":{line}")
+
+
+def test_a_file_of_another_encoding_is_refused_by_its_name(write: Write) -> None:
+    (told,) = problems(write("model_name: m\n".encode("utf-16")))  # as PowerShell's > writes
+    assert told.endswith("a.yaml:1: the file is UTF-16; save it as UTF-8")
 
 
 def test_the_valid_neighbours_of_those_files_load(write: Write) -> None:

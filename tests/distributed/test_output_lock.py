@@ -176,6 +176,16 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_machine(tmp_path: Pa
     assert (tmp_path / "victim").read_text() == "precious"
 
 
+def test_a_folder_that_cannot_be_looked_at_is_refused_each_time(tmp_path: Path) -> None:
+    """As under a folder that this user may not enter: looking whether it is there is an error, too."""
+    for _ in range(2):
+        with (
+            pytest.raises(MachineError, match=r"can't be written: File name too long\. Choose"),
+            hold_output(tmp_path / ("x" * 300) / "out"),
+        ):
+            pass
+
+
 def test_secrets_of_the_command_line_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py", "https://user:canary@host/model"])
     with hold_output(tmp_path):

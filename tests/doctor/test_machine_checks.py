@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,9 +13,13 @@ from vembed.workflows.doctor.machine import (
     MachineFacts,
     Space,
     check_machine,
+    machine_facts,
     odd_variables,
     shown_variables,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GIB = 1 << 30
 GPU = Device("NVIDIA H100", 80 * GIB, 79 * GIB, fast_bf16=True, capability="9.0")
@@ -73,6 +78,21 @@ def test_a_driver_without_a_build_for_it_names_the_build() -> None:
     assert "built without CUDA" in check.sentence
     (check,) = check_machine(replace(READY, devices=()), ())
     assert "torch can't use them" in check.sentence
+
+
+def test_devices_that_fail_at_the_first_call_are_a_problem_with_the_words_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: int) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nUpdate it.")
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", fails)
+    facts = machine_facts(tmp_path / ("x" * 300) / "out")
+    assert facts.devices == ()
+    assert facts.disk is not None, "the room is that of the nearest folder that can be looked at"
+    (sentence,) = [check.sentence for check in check_machine(facts, ()) if check.about == "devices"]
+    assert sentence.startswith("torch can't use the GPUs: The NVIDIA driver on your system is too old (found version 1")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
+import signal
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +30,7 @@ class Hub:
         blobs: Large files by their SHA-256, committed or not.
         ignored: Names of files that the repositories' .gitignore keeps out of a commit.
         refusals: "METHOD /beginning/of/path" -> status of the answer; 0 closes the connection.
+        stops_at: "METHOD /beginning/of/path" of a request that a Ctrl-C comes with; empty for none.
         requests: "METHOD path" of everything that was asked.
     """
 
@@ -38,6 +41,7 @@ class Hub:
     messages: list[str] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
     refusals: dict[str, int] = field(default_factory=dict)
+    stops_at: str = ""
     requests: list[str] = field(default_factory=list)
     taken: int = 0  # large files that came over the wire
 
@@ -75,6 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append(asked)
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
+        if self.hub.stops_at and asked.startswith(self.hub.stops_at):
+            os.kill(os.getpid(), signal.SIGINT)
         refused = next((code for begin, code in self.hub.refusals.items() if asked.startswith(begin)), None)
         if refused == 0:
             self.close_connection = True

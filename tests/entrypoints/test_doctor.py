@@ -110,8 +110,9 @@ def test_a_broken_configuration_ends_with_2_before_anything_is_looked_at(
     config = tmp_path / "config.yaml"
     config.write_text("batch_sise: 3\n")
     assert doctor.main([str(config), "--no-self-test"], program="vembed doctor") == 2
+    assert doctor.main(["--no-self-test", "--config_override", "batch_sise=3"], program="vembed doctor") == 2
     captured = capsys.readouterr()
-    assert "batch_size" in captured.err
+    assert captured.err.count("did you mean batch_size?") == 2, "overrides alone are a configuration, too"
     assert captured.out == ""
 
 

@@ -106,6 +106,12 @@ def test_columns_that_nobody_knows_are_mapped_in_their_order(folder: Path, capsy
     assert "query from frage, positive from antwort: change column_mapping if that's wrong" in said
 
 
+def test_a_name_of_a_column_that_breaks_a_line_stays_in_its_comment(folder: Path) -> None:
+    config = made(folder, "faq.csv", '"the\nquestion",the answer\nWhat is it?,It is this.\n')
+    assert config.column_mapping == {"the\nquestion": "query", "the answer": "positive"}
+    assert r"  # columns the\nquestion as query, the answer as positive" in (folder / "config.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

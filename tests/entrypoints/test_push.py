@@ -16,7 +16,7 @@ from kit.runs import evaluation
 
 import vembed
 from vembed.entrypoints.export import main as export_main
-from vembed.errors import ConfigError
+from vembed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,6 +179,15 @@ def test_what_the_hub_refuses_is_said_with_how_far_it_came(
     hub.refusals.clear()
     push(exported, REPO).ok()
     assert "model.safetensors" in hub.branches[REPO, "main"]
+
+
+def test_a_signal_during_the_upload_ends_it_before_anything_is_published(push: Any, hub: Hub, bag: Path) -> None:
+    hub.stops_at = f"POST /api/models/{REPO}/preupload"
+    assert push(bag, REPO, "--public").code == ExitCode.INTERRUPTED
+    assert hub.branches == {}
+    hub.stops_at = ""
+    assert push(bag, REPO, "--public").code == 0
+    assert "README.md" in hub.branches[REPO, "main"]
 
 
 def test_without_a_token_or_with_a_wrong_one_nothing_is_sent(

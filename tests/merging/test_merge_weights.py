@@ -7,15 +7,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from kit.text_models import FAMILY_BUILDERS
 from torch.testing import assert_close
 
 from vembed.errors import ConfigError
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.plugins.merge.choose import grid, shown_weights
 from vembed.plugins.merge.weights import Mixture, mixed
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
+
+    from vembed.models.encoder import Encoder
 
 
 def made(seed: int, *, dimension: int = 16, buckets: int = 64) -> NgramBag:
@@ -78,6 +85,26 @@ def test_models_that_differ_are_refused_by_what_differs(differs: str, monkeypatc
         monkeypatch.setattr(NgramBag, "prompts", prompts)
     with pytest.raises(ConfigError, match=rf"a and b.*{differs}"):
         Mixture([one, other], ["a", "b"])
+
+
+@pytest.mark.parametrize("differs", ["heads", "attention"])
+def test_models_of_equal_shapes_that_compute_otherwise_are_refused(differs: str, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        torch.manual_seed(0)
+        model, tokenizer = FAMILY_BUILDERS["bert" if differs == "heads" else "llama"]()
+        if differs == "heads" and name == "other":
+            model.config.num_attention_heads *= 2
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+
+    def loaded(name: str) -> Encoder:
+        reads_ahead = differs == "attention" and name == "other"
+        path = str(tmp_path / name)
+        return load_encoder(ModelKeys(model_name=path, pooling_method="mean", bidirectional=reads_ahead)).eval()
+
+    Mixture([loaded("one"), loaded("one")], ["a", "a"])
+    with pytest.raises(ConfigError, match=r"a and b can't be merged: with equal weights they give other vectors"):
+        Mixture([loaded("one"), loaded("other")], ["a", "b"])
 
 
 def test_the_grid_starts_with_the_first_model_and_holds_every_mixture_once() -> None:

@@ -170,7 +170,7 @@ class Hosted(Service):
         self.told.append(words)
 
     def start(self, run_id: str, options: dict[str, Any]) -> None:
-        self.hear("start")
+        self.hear("start", [*sys.argv])  # W&B and SwanLab record the command line
         assert run_id not in self.runs or options.get("resume", "allow") == "allow"
         self.runs.setdefault(run_id, [])
         self.options.append(options)
@@ -183,7 +183,7 @@ class Hosted(Service):
 
 
 class Wandb(Hosted):
-    """Steps are numbers among the others, a run has a folder for files, and the command line is recorded."""
+    """Steps are numbers among the others, and a run has a folder for files."""
 
     Html = Image = staticmethod(lambda content, **_: ("shown", content))
     Table = staticmethod(lambda columns, data: (columns, data))
@@ -195,7 +195,6 @@ class Wandb(Hosted):
     def init(self, **options: Any) -> Any:
         run_id = options["id"]
         self.start(run_id, options)
-        self.hear("command", [*sys.argv])
 
         def log(values: dict[str, object]) -> None:
             step = values.get("step", 0)  # panels of files come without

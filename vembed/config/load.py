@@ -13,6 +13,7 @@ The error has one line for each problem, in reading order, the file before the o
     override learning_rate=-1: must be > 0, got -1
 """
 
+import codecs
 import difflib
 import json
 import math
@@ -215,6 +216,8 @@ def _read_text(path: Path) -> str:
         raise Unreadable(0, f"no such file{_nearest_file(path)}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise Unreadable(0, f"can't be read: {getattr(error, 'strerror', None) or error}") from error
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell's > writes
+        raise Unreadable(1, "the file is UTF-16; save it as UTF-8")
     if b"\0" in content:
         line = content.count(b"\n", 0, content.index(b"\0")) + 1
         raise Unreadable(line, "there is a NUL byte; this isn't a text file")

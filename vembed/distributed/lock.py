@@ -131,7 +131,8 @@ def hold_output(folder: Path, *, beside: bool = False) -> Iterator[None]:
     if owner is not None:  # the block stands in another one of the same folder
         yield
         return
-    made = [parent for parent in path.parents if not parent.exists()]
+    # pathlib raises where a folder may not be entered, or a name is too long; opening the file below says so in words.
+    made = [parent for parent in path.parents if not os.path.exists(parent)]  # noqa: PTH110
     descriptor = -1
     try:
         descriptor = _open_locked(path, output)

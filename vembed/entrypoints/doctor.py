@@ -42,14 +42,15 @@ def main(arguments: Sequence[str], *, program: str) -> int:
     """Check and test this machine, and say what to fix."""
     given = parse_words(DoctorOptions, arguments, program=program)
     # What an earlier launcher left in the environment is for the doctor to find; only a plan would wait for processes.
-    plans = given["config"] is not None
+    plans = given["config"] is not None or "config_override" in given
     return run_command(lambda: _run(given), log_to_stderr="as_json" in given, in_several=not plans)
 
 
 def _run(given: Mapping[str, Any]) -> int:
     options = check(DoctorOptions, given)
-    loaded = None if options.config is None else load_config(options.config, options.config_override)
-    if loaded is not None:
+    loaded = None
+    if options.config is not None or options.config_override:
+        loaded = load_config(options.config, options.config_override)
         from vembed.training.early import refuse_wrong_run
 
         refuse_wrong_run(loaded.config)  # what would end a run of it is told before the machine is looked at

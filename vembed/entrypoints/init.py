@@ -16,6 +16,7 @@ from vembed.entrypoints.options import Options, check, parse_words
 from vembed.errors import ConfigError, DataError, ExitCode, MachineError
 from vembed.files import home_path
 from vembed.models.names import scratch_rate
+from vembed.redact import printable
 from vembed.section import option, word
 from vembed.text import cut
 
@@ -74,7 +75,8 @@ def _run(given: Mapping[str, Any]) -> int:
     for name, value in values.items():
         written = write_mapping({name: value}).strip()
         meaning = str(key_schemas()[name]["description"]).partition(". ")[0].rstrip(".")
-        lines.append(f"{written}  # {comments.get(name) or meaning}")
+        # A quoted name of a CSV column may hold a line break, which would end the comment.
+        lines.append(f"{written}  # {printable(comments.get(name) or meaning)}")
     # The file appears only once it is valid; a draft that fails is gone, and what stood there before is untouched.
     draft = output.with_name(f".{os.getpid()}-{output.name}")  # of the same suffix, which a configuration goes by
     try:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vembed.errors import ConfigError
-from vembed.models.exportable import TEXTS
+from vembed.models.exportable import TEXTS, largest_difference, sample_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Method = Literal["linear", "slerp"]
 
+ALIKE = 1e-4
+"""Largest difference between vectors of two models with equal weights, beyond rounding."""
+
 NARROW_ARC = 1e-6
 """Angle in radians under which an arc is a line to all digits."""
 
@@ -36,13 +39,16 @@ class Mixture:
     """Models of one architecture, and an encoder that takes on any mixture of their weights.
 
     Args:
-        encoders: At least two, on the CPU; the first one is changed and takes the mixtures.
+        encoders: At least two, on the CPU, in evaluation mode; the first one takes the mixtures, and the others are
+            used up.
         names: What to call them in messages.
 
     Raises:
-        ConfigError: They aren't of one architecture, or turn the same text into other inputs.
+        ConfigError: They aren't of one architecture, turn the same text into other inputs, or give other vectors with
+            equal weights.
     """
 
+    @torch.no_grad()
     def __init__(self, encoders: Sequence[Encoder], names: Sequence[str]) -> None:
         self.encoder = encoders[0]
         for encoder, name in zip(encoders[1:], names[1:], strict=True):
@@ -51,6 +57,17 @@ class Mixture:
             {name: tensor.detach().cpu().clone() for name, tensor in encoder.state_dict().items()}
             for encoder in encoders
         ]
+        # Shapes don't tell how many heads a layer has, or whether attention is causal, and the mixture runs all weights
+        # by the settings of the first.
+        vectors = sample_vectors(self.encoder)
+        for encoder, name in zip(encoders[1:], names[1:], strict=True):
+            for key, tensor in encoder.state_dict().items():
+                tensor.copy_(self._states[0][key])
+            if largest_difference(vectors, sample_vectors(encoder)) > ALIKE:
+                raise ConfigError(
+                    f"{names[0]} and {name} can't be merged: with equal weights they give other vectors, so they "
+                    f"differ in attention, heads or another setting; merge models that were trained from the same one"
+                )
 
     @torch.no_grad()
     def take(self, weights: Sequence[float], method: Method) -> None:

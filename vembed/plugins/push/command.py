@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vembed.distributed.signals import StopSignal
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.options import WRITING_HEADINGS, TrustOptions, check, parse_words
 from vembed.errors import ExitCode
@@ -47,18 +46,17 @@ def _run(given: Mapping[str, Any]) -> int:
     from vembed.plugins.push.push import push_model
 
     quiet_libraries()
-    with StopSignal(advice="nothing was sent, push again") as stop:
-        pushed = push_model(
-            options.model,
-            options.repo,
-            keys=options.model_keys("unnamed"),
-            owner=options,
-            public=options.public,
-            dry_run=options.dry_run,
-            revision=options.revision,
-            message=options.message,
-            poll=stop.poll,
-        )
+    # A signal ends the command where it stands, in the middle of the upload too: the hub shows nothing before its end.
+    pushed = push_model(
+        options.model,
+        options.repo,
+        keys=options.model_keys("unnamed"),
+        owner=options,
+        public=options.public,
+        dry_run=options.dry_run,
+        revision=options.revision,
+        message=options.message,
+    )
     # Also after a dry run, whose list is what would go.
     for name, size in pushed.files:
         print(f"{bytes_text(size):>10}  {name}")

@@ -39,7 +39,7 @@ from vembed.section import facts_of
 from vembed.workflows.publishing import card_files, spelled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from vembed.evaluation.keys import CardKeys
 
@@ -111,7 +111,6 @@ def push_model(
     dry_run: bool = False,
     revision: str | None = None,
     message: str | None = None,
-    poll: Callable[[], None] = lambda: None,
 ) -> Pushed:
     """Send a model to the hub.
 
@@ -121,7 +120,6 @@ def push_model(
         keys: How the model is read; its name is not read.
         revision: Branch, made where there is none; None for the main one.
         message: Of the commit.
-        poll: Called between the steps of the export; may raise to stop.
 
     Raises:
         ConfigError: The name or the model won't do, there is no token, or a file holds a path or a secret: nothing was
@@ -154,12 +152,11 @@ def push_model(
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="vembed-push-"))) / "model"
             measured = None if changed else run  # its measurements are of the model as it was trained
             card = card_files(repo.partition("/")[2], repo, model, measured, owner)
-            export_model(ExportRequest(keys=keys, output=folder, served_as=repo), card, poll=poll)
+            export_model(ExportRequest(keys=keys, output=folder, served_as=repo), card)
             files, left_out = _model_files(folder)
         if not any(name.endswith((".safetensors", ".onnx")) for name in files):
             raise ConfigError(f"{folder} holds no weights; name the output folder of a run, or a model's folder")
         _refuse_private_words(folder, files, Path(model))
-        poll()
         parcel = Pushed(
             repo=repo,
             files=tuple((name, (folder / name).stat().st_size) for name in files),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import sys
 import uuid
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.errors import MachineError
 from vembed.files import replace_text
+from vembed.redact import redact
 from vembed.training.trackers import Tracker, flatten_ranks, missing_text
 
 if TYPE_CHECKING:
@@ -83,7 +85,12 @@ class HostedTracker(Tracker, ABC):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 run_id = uuid.uuid4().hex[:16]
                 replace_text(path, run_id)
-            self._run = self.open(run_id)
+            command = sys.argv
+            sys.argv = [redact(word) for word in command]  # W&B and SwanLab record the command line
+            try:
+                self._run = self.open(run_id)
+            finally:
+                sys.argv = command
             self._sent = self.last_steps(self._run) if self.resume_step else {}
             if location := self.location(self._run):
                 _log.info("%-7s %s", self.name, location)

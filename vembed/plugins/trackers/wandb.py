@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.plugins.trackers.hosted import PROJECT, HostedTracker
-from vembed.redact import redact
 from vembed.training.trackers import is_picture
 
 if TYPE_CHECKING:
@@ -29,20 +27,15 @@ class WandbTracker(HostedTracker):
         # Its capture of the console is off unless WANDB_CONSOLE asks for it: train.log has the lines, without secrets.
         defaults = {"console": "off", "quiet": True}
         settings = {name: value for name, value in defaults.items() if f"WANDB_{name.upper()}" not in os.environ}
-        command = sys.argv
-        sys.argv = [redact(word) for word in command]  # W&B records the command line
-        try:
-            run = self.service.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT),
-                name=os.environ.get("WANDB_NAME", self.run_name),
-                id=run_id,
-                resume="allow",
-                dir=str(self.folder),
-                config=dict(self.config),
-                settings=self.service.Settings(**settings),
-            )
-        finally:
-            sys.argv = command
+        run = self.service.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=os.environ.get("WANDB_NAME", self.run_name),
+            id=run_id,
+            resume="allow",
+            dir=str(self.folder),
+            config=dict(self.config),
+            settings=self.service.Settings(**settings),
+        )
         # The step is a number of ours, because W&B drops what comes with a step below its last: the numbers of a step
         # come in several calls, and a resumed run may be behind.
         run.define_metric("step")

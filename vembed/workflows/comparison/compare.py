@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vembed.batch import ImageLimits
@@ -350,9 +351,10 @@ def match(baseline: SetResult, run: Run, metric: str) -> tuple[SetResult | None,
     if not run.is_finished:
         return None, "it hasn't finished."
     # By content first: a renamed file is the same set, and a file of the same name may be another one.
-    by_content = [result for result in run.sets if result.content and result.content == baseline.content]
-    by_name = [result for result in run.sets if result.name == baseline.name or result.key == baseline.key]
-    partner = next(iter(by_content), None) or next(iter(by_name), None)
+    by_content = (result for result in run.sets if result.content and result.content == baseline.content)
+    by_name = (result for result in run.sets if result.name == baseline.name)
+    by_place = (result for result in run.sets if result.key == baseline.key)
+    partner = next(chain(by_content, by_name, by_place), None)
     if partner is None:
         return None, f"it wasn't measured on {one_line(baseline.name)}."
     name = one_line(partner.name)

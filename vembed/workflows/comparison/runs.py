@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import yaml
-
+from vembed.config.load import file_values
 from vembed.errors import ConfigError, DataError
 from vembed.evaluation.report.document import SCHEMA_VERSION
 from vembed.evaluation.report.speed import rate, settled_rows
@@ -195,14 +194,11 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _read_run(folder: Path, name: str) -> Run:
     notes: list[str] = []
-    path, config = folder / "config.yaml", {}
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it holds no keys")
-        config = {str(key): value for key, value in content.items()}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        notes.append(f"its {path.name} can't be read: {redact(str(error))}.")
+        config = file_values(folder / "config.yaml")  # by our own rules of YAML, in which `eval_strategy: no` is a text
+    except ConfigError as error:
+        config = {}
+        notes.append(f"its config.yaml can't be read: {redact(str(error))}.")
     plan = _read_json(folder / "plan.json", notes)
     has_report = is_file(folder / "report" / "report.json")
     report = _read_json(folder / "report" / "report.json", notes) if has_report else {}

@@ -123,7 +123,7 @@ class Space:
     def at(cls, path: Path) -> Space | None:
         """Return the room at a path, or at the nearest folder above it that exists; None where there is nothing."""
         for folder in (path, *path.parents):
-            if folder.exists():
+            if os.path.exists(folder):  # noqa: PTH110 - pathlib raises where a folder may not be entered
                 usage = shutil.disk_usage(folder)
                 return cls(str(path), usage.total, usage.free)
         return None
@@ -148,17 +148,24 @@ class MachineFacts:
     extras: dict[str, str]  # the same of what isn't needed
     shared_memory: Space | None  # where processes of one machine exchange data
     disk: Space | None  # for the output
+    cuda_error: str = ""  # why torch can't use the devices that the driver shows
 
 
 def machine_facts(output: Path) -> MachineFacts:
     """Look at the machine; `output` is where a run would write."""
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        # Capability 8 (A100) is the first with bfloat16 in tensor cores; older ones emulate it, slower than float32.
-        is_fast, capability = properties.major >= 8, f"{properties.major}.{properties.minor}"
-        devices.append(Device(properties.name, total, free, is_fast, capability))
+    devices, cuda_error = [], ""
+    # torch counts devices by asking the driver. Only a call that uses one tells that the driver is too old, or that
+    # another program has the device to itself.
+    try:
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            free, total = torch.cuda.mem_get_info(index)
+            # Capability 8 (A100) is the first with bfloat16 in tensor cores; older ones emulate it, slower than
+            # float32.
+            is_fast, capability = properties.major >= 8, f"{properties.major}.{properties.minor}"
+            devices.append(Device(properties.name, total, free, is_fast, capability))
+    except RuntimeError as error:
+        devices, cuda_error = [], str(error).strip().partition("\n")[0]
     # Cores and memory that this process may use, beside those of the machine: in a container they differ.
     return MachineFacts(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -176,6 +183,7 @@ def machine_facts(output: Path) -> MachineFacts:
         extras={name: installed_version(name) for name in EXTRA_PACKAGES},
         shared_memory=Space.at(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None,
         disk=Space.at(output.resolve()),
+        cuda_error=cuda_error,
     )
 
 
@@ -225,7 +233,14 @@ def check_machine(facts: MachineFacts, variables: Sequence[Check]) -> tuple[Chec
         say("problem", "torch", f"{facts.packages['torch']} is too old: 2.11 or newer is needed.")
 
     # A driver answers and torch sees nothing: a build without CUDA, or one that is newer than the driver.
-    if not facts.devices and facts.driver:
+    if facts.cuda_error:
+        say(
+            "problem",
+            "devices",
+            f"torch can't use the GPUs: {facts.cuda_error.rstrip('.')}. Install a driver that fits torch's CUDA "
+            f"{facts.cuda}, and end programs that hold a GPU.",
+        )
+    elif not facts.devices and facts.driver:
         why = "torch is built without CUDA" if not facts.cuda else "torch can't use them"
         say("problem", "devices", f"The driver shows GPUs and {why}: install a CUDA build of torch that fits it.")
     # In GiB: cards of one model may report slightly different bytes.

@@ -66,6 +66,7 @@ DECIDES_STEPS = (
     "num_processes",
     "sampl",
     "mine",
+    "leak",
 )
 """Parts of the names of keys that change how many steps a run has; other keys leave them as they are."""
 
@@ -110,7 +111,7 @@ def run_sweep(keys: SweepKeys, path: Path | None, overrides: Sequence[str], comm
     with StopSignal(advice=GO_ON) as stop:
         process = TrainProcess(path, overrides, stop.poll)
         if keys.dry_run:
-            trials = _counted(trials, process, {})
+            trials = _counted(trials, process, configs, {})
             _, total, line = _amount(keys, trials)
             for trial in () if keys.optuna else trials:
                 print(f"{trial.name}  {trial.steps:,} steps  {trial.values}")
@@ -124,7 +125,7 @@ def run_sweep(keys: SweepKeys, path: Path | None, overrides: Sequence[str], comm
             return
         with hold_output(folder):
             request = Request.of(asked, config, _targets(space)).go_on(folder, config)
-            trials = _counted(trials, process, request.steps)
+            trials = _counted(trials, process, configs, request.steps)
             replace(request, steps={trial.name: trial.steps for trial in trials}).write(folder)
             count, total, line = _amount(keys, trials)
             _log.info("%s", line)
@@ -189,10 +190,13 @@ def _targets(names: Iterable[str]) -> set[str]:
     return {target for name in names for target in targets(name.partition(".")[0])}
 
 
-def _counted(trials: Sequence[Trial], process: TrainProcess, known: Mapping[str, int]) -> list[Trial]:
+def _counted(
+    trials: Sequence[Trial], process: TrainProcess, configs: Mapping[str, Config], known: Mapping[str, int]
+) -> list[Trial]:
     """Return the trials with their steps; those that can't differ are planned once.
 
     Args:
+        configs: Of each trial, by its name.
         known: Steps by the trial's name, of an earlier start.
     """
     if all(trial.name in known for trial in trials):
@@ -201,9 +205,11 @@ def _counted(trials: Sequence[Trial], process: TrainProcess, known: Mapping[str,
     planned: dict[tuple[tuple[str, str], ...], int] = {}
     counted = []
     for trial in trials:
-        # A plan takes seconds, as it reads the data: a grid over rates and temperatures needs one.
+        # A plan takes seconds, as it reads the data: a grid over rates and temperatures needs one. Where the batch is
+        # what memory holds, any key may change it.
+        is_auto = configs[trial.name].batch_size == "auto"
         deciding = tuple(
-            (key, value) for key, value in trial.choice.items() if any(part in key for part in DECIDES_STEPS)
+            (key, value) for key, value in trial.choice.items() if is_auto or any(part in key for part in DECIDES_STEPS)
         )
         if deciding not in planned:
             planned[deciding] = process.steps(trial)
@@ -258,7 +264,7 @@ def _report(outcomes: Sequence[Outcome], folder: Path, chosen_by: str, facts: Ma
     # The best runs side by side: curves, time and memory, and the queries that each wins and loses.
     output = folder / "comparison"
     again = redact(shlex.join(["vembed", "compare", *folders, "--output", str(output)]))
-    compare_runs(folders, output, metric=chosen_by, command=again)
+    compare_runs(folders, output, command=again)
     what = "the two trials" if len(folders) == len(ranked) == 2 else f"the best {len(folders)} trials"
     print(f"comparison of {what}: {redact(str(output / 'compare.html'))}")
 

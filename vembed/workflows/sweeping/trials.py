@@ -63,7 +63,7 @@ PROBE_STEPS: Final = 3
 _NOBODYS = (LOCK_FILE, "plan.json", "config.yaml")
 """Files that the lock and `--plan` leave in a folder that nothing was trained in."""
 
-_MAKES_ROWS = ("data", "loss", "max_image", "max_invalid", "teacher")
+_MAKES_ROWS = ("data", "leak", "loss", "added_losses", "max_image", "max_invalid", "teacher")
 """Beginnings of keys that decide what a trial's training rows hold."""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")

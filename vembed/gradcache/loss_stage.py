@@ -93,7 +93,8 @@ class LossStage:
         # With fewer queries than ranks some rank would have none to share the work with.
         streamed = chosen.streamed if structure.num_queries >= self.ranks.world_size else None
         precise = torch.autocast(z_NE.device.type, enabled=False)  # a caller's would round products of the loss
-        with precise, tf32_products(z_NE.device) if self.tf32 else nullcontext():
+        tf32 = tf32_products(z_NE.device) if self.tf32 else nullcontext()
+        with precise, tf32, sums_in_one_order(z_NE.device):
             if streamed is not None:
                 loss, rank_loss, u_NE, gradients = self._streamed(streamed, z_NE, structure, counts_N)
             else:
@@ -196,3 +197,21 @@ def tf32_products(device: torch.device) -> Iterator[None]:
         yield
     finally:
         matmul.allow_tf32 = before
+
+
+@contextmanager
+def sums_in_one_order(device: torch.device) -> Iterator[None]:
+    """Let a CPU add rows up in one order within the block, so that equal steps are equal to the bit.
+
+    Its threads would add to a row of the result in the order in which they come to it: in `index_put_`, and so in the
+    gradient of every `x[rows]`. A GPU has `deterministic: true` for that, which costs time there and none here.
+    """
+    mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    if device.type == "cpu":
+        torch.set_deterministic_debug_mode(max(mode, 1))  # 1 warns where an operator has no fixed order, 2 refuses it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it is written before it is read
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        torch.utils.deterministic.fill_uninitialized_memory = fills

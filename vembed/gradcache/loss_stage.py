@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from vembed.device import to_device
+from vembed.gradcache.passes import RngState
 from vembed.losses.base import MultiVectors, share_of
 from vembed.losses.streamed import Hardest, LogSumExp, StreamedBatch
 
@@ -120,11 +121,16 @@ class LossStage:
         embeddings = z_NE.detach().requires_grad_()
         parameters = {name: parameter for name, parameter in chosen.named_parameters() if parameter.requires_grad}
         structure = structure.to(z_NE.device)
-        if counts_N is None:
-            sides = embeddings[: structure.num_queries], embeddings[structure.num_queries :]
+        sides: tuple[Any, Any] = embeddings[: structure.num_queries], embeddings[structure.num_queries :]
+        if counts_N is not None:
+            sides = MultiVectors.sides(embeddings, counts_N, structure.num_queries)
+        with nullcontext() if self.ranks.is_one else RngState.capture(z_NE.device).replayed():
+            if not self.ranks.is_one:
+                # Dropout has left every rank with random numbers of its own, and the loss must be one on all of them.
+                seed = torch.randint(2**62, (1,), device=z_NE.device)
+                self.ranks.copy_from_first([seed])
+                torch.manual_seed(int(seed))
             loss = chosen(*sides, structure)
-        else:
-            loss = chosen(*MultiVectors.sides(embeddings, counts_N, structure.num_queries), structure)
         # A loss may leave a parameter of its own out of this batch: then its gradient is zero.
         u_NE, *slopes = torch.autograd.grad(loss, [embeddings, *parameters.values()], materialize_grads=True)
         slopes = [slope.contiguous() for slope in slopes]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -212,12 +212,13 @@ def sums_in_one_order(device: torch.device) -> Iterator[None]:
     Its threads would add to a row of the result in the order in which they come to it: in `index_put_`, and so in the
     gradient of every `x[rows]`. A GPU has `deterministic: true` for that, which costs time there and none here.
     """
-    mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    mode, memory = torch.get_deterministic_debug_mode(), cast("Any", torch.utils.deterministic)
+    fills = memory.fill_uninitialized_memory
     if device.type == "cpu":
         torch.set_deterministic_debug_mode(max(mode, 1))  # 1 warns where an operator has no fixed order, 2 refuses it
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it is written before it is read
+        memory.fill_uninitialized_memory = False  # it is written before it is read
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        memory.fill_uninitialized_memory = fills

@@ -44,6 +44,19 @@ def test_texts_pictures_and_both_stand_in_one_list_in_order(clip: Path, balls: P
     assert model.encode([], side="query").shape == (0, 32)
 
 
+def test_a_picture_with_a_text_takes_the_picture_in_every_form(clip: Path, balls: Path) -> None:
+    path, model = balls / "red.png", vembed.load(clip)
+    forms: list[Any] = [Image(str(path)), path, path.read_bytes(), PIL.Image.open(path)]
+    rows = [Composed((form,), "in red") for form in forms]
+    rows.append(Composed([path], "in red"))  # type: ignore[arg-type]  # a list serves as well
+    vectors = model.encode(rows, side="query")
+    np.testing.assert_allclose(vectors, np.tile(vectors[0], (5, 1)), atol=1e-6)
+    with pytest.raises(vembed.VembedError, match="no such file"):
+        model.encode([Composed((balls / "none.png",), "in red")], side="query")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"row 1: a picture of Composed is a pathlib.Path, .*, not a str"):
+        model.encode(["red", Composed((str(path),), "in red")], side="query")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16", "CMYK", "YCbCr"])
 def test_a_picture_of_pillow_is_read_as_its_file_would_be(clip: Path, mode: str, tmp_path: Path) -> None:
     picture = opened(ball("green")).convert(mode)

@@ -136,7 +136,8 @@ added_losses: {angle: 1.0} | label_kind: grade | set label_kind
 angle_scale: 5.0, loss_type: kl | angle_scale: default | angle_scale has no effect
 cosent_scale: 10.0, loss_type: angle | cosent_scale: default | set angle_scale to 10
 temperature: 0.1, loss_type: kl | kl_temperature: 0.1, temperature: default | set kl_temperature to 0.1
-use_all_negatives: true | loss_type: in_batch_hard | infonce always learns from all of them
+use_all_negatives: true | loss_type: in_batch_hard | only in_batch_hard leaves negatives out
+use_all_negatives: true, loss_type: supcon | loss_type: in_batch_hard | loss_type to in_batch_hard; only in_batch_hard leaves negatives out
 hard_topk: 4, loss_type: in_batch_hard, use_all_negatives: true | use_all_negatives: default | hard_topk has no effect
 loss_type: colbert, mrl_dims: [8] | loss_type: default | vectors of late interaction are short
 loss_type: colbert, mrl_dims: [8], mrl_weights: [1.0] | loss_type: default | mrl_weights has no effect with loss_type

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from loss_cases import plain
 from loss_kinds import KINDS, build, structure_for
+from streamed_cases import unit_rows
 from test_engine import CPU, assert_same_gradients, gradients
 
-from vembed.gradcache.chunks import ChunkBudget
+from vembed.distributed.ranks import Ranks
+from vembed.gradcache.chunks import ChunkBudget, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.loss_stage import LossStage
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure, ContrastiveLoss
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NEGATIVES = [0, 3, 1, 7, 0, 0, 2, 1, 1]
 
@@ -63,3 +71,25 @@ def test_a_frozen_parameter_of_the_loss_gets_no_gradient_and_the_other_does(case
     GradCacheEngine(loss, EngineOptions(ChunkBudget(4, 10**6), CPU)).step(case.pools, case.structure)
     assert loss.bias.grad is None
     assert loss.log_scale.grad is not None
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("loss", [Distances(), build(("in_batch_hard", {}), 1024)], ids=["by autograd", "streamed"])
+def test_threads_of_a_cpu_add_rows_up_in_one_order(loss: Any) -> None:
+    """Rows that many terms name are added up in one order, so that a run that continues ends with the same weights."""
+    num_queries, num_documents = 1024, 64
+    pairs_P2 = torch.tensor([(row, row % num_documents) for row in range(num_queries)])
+    structure = replace(plain(num_queries, num_documents).structure, positives_P2=pairs_P2)
+    z_NE = unit_rows(num_queries + num_documents, 64, seed=0, dtype=torch.float32)
+    stage = LossStage(loss.float(), Ranks())
+    first, *others = (stage.run(z_NE, structure, RowAssignment.alone(len(z_NE))).u_VE for _ in range(30))
+    assert all(torch.equal(u_NE, first) for u_NE in others)
+    assert not torch.are_deterministic_algorithms_enabled(), "it holds in the loss alone"

@@ -18,6 +18,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunks import ChunkBudget, Pool, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, ReplayDriftError, StepResult
 from vembed.gradcache.reference import reference_step
+from vembed.losses.base import BatchStructure, ContrastiveLoss
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,42 @@ def test_fewer_queries_than_ranks_are_computed_by_all_of_them(two_ranks: RankPoo
     # One query has no negatives but its own hard ones.
     setting = Setting(num_queries=2, negatives=(3, 2), chunk_rows=2)
     assert_equals_one_shot(two_ranks, setting)
+
+
+class Drawing(ContrastiveLoss):
+    """A loss that doesn't stream and weighs its pairs at random, or by given weights."""
+
+    def __init__(self, weights_P: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.weights_P = weights_P
+
+    def forward(self, q_QE: torch.Tensor, d_DE: torch.Tensor, structure: BatchStructure) -> torch.Tensor:
+        rows, columns = structure.positives_P2.unbind(dim=1)
+        if self.weights_P is None:
+            self.weights_P = torch.rand(len(rows), dtype=torch.float64)
+        return self.weights_P @ (q_QE[rows] - d_DE[columns]).square().sum(dim=1)
+
+
+def test_a_loss_that_draws_random_numbers_draws_the_same_on_all_ranks(two_ranks: RankPool) -> None:
+    answers = two_ranks.run(drawing_on)
+    case, (weights_P, _, _, _) = make_case(dropout=0.0, negatives=1), answers[0]
+    value = reference_step(case.pools, case.structure, Drawing(weights_P)).item()
+    expected = gradients(case.encoder, Drawing())
+    for drawn_P, loss, found, _ in answers:
+        assert torch.equal(drawn_P, weights_P)
+        assert loss == pytest.approx(value, rel=1e-11)
+        assert_same_gradients(found, expected, 1e-10)
+    assert answers[0][3] != answers[1][3], "the dropout of the next step is drawn by each rank for itself"
+
+
+def drawing_on(rank: int) -> tuple[Any, float, Any, float]:
+    case, loss = make_case(dropout=0.0, negatives=1), Drawing()
+    assignment = assignment_of(case.structure.num_queries + case.structure.num_documents, "uneven")
+    options = EngineOptions(ChunkBudget(4, 10**6), CPU, ranks=Ranks.of_this_process())
+    engine = GradCacheEngine(loss, options, list(case.encoder.parameters()))
+    torch.manual_seed(5 + rank)
+    result = engine.step(pools_of(case, assignment.slots[rank]), case.structure, assignment=assignment)
+    return loss.weights_P, result.loss, gradients(case.encoder, loss), torch.rand(1).item()
 
 
 def test_drift_of_one_rank_is_raised_on_all_of_them(two_ranks: RankPool) -> None:

@@ -23,7 +23,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunks import ChunkBudget, RowAssignment
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.loss_stage import LossStage
-from vembed.losses import cells, infonce
+from vembed.losses import cells, softmax_sweep
 from vembed.losses.base import BatchStructure, document_shares
 from vembed.losses.colbert import ColbertLoss
 from vembed.losses.infonce import InfoNCE
@@ -101,7 +101,7 @@ def loss_stage_waits(monkeypatch: pytest.MonkeyPatch, kind: str, tile_size: int)
             return document_shares(structure)
 
     monkeypatch.setattr(cells, "_numpy", from_cpu)
-    monkeypatch.setattr(infonce, "document_shares", of_structure)
+    monkeypatch.setattr(softmax_sweep, "document_shares", of_structure)
     monkeypatch.setattr(FakeTensor, "tolist", to_list)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

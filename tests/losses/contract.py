@@ -38,6 +38,9 @@ CASE = LossCase(
 that stands twice with another positive; a document that repeats a query, and one that is its own positive. Two queries
 share a positive, some have two, and one has none."""
 
+UNPAIRED = 6
+"""The query without a positive; `NAMED` gives it none either."""
+
 NAMED = torch.tensor([[0, 8], [0, 9], [1, 6], [2, 7], [2, 8], [5, 11], [6, 12], [7, 14]])
 """Hard negatives of the queries' rows; `structure_for` makes the first and every fourth a second positive."""
 
@@ -116,13 +119,15 @@ class LossContract:
         batch = batch or self.batch
         return streamed(loss, batch, batch.q_QE, batch.d_DE, batch.counts)
 
+    def defined(self, batch: Any) -> LossGradients:
+        return defined(self.loss(), batch, batch.q_QE, batch.d_DE, batch.counts)
+
     def check_definition(self) -> None:
         """The whole matrix in plain autograd has the value and gradients of the loops."""
         expected = self.expected()
         assert expected.loss > 0
         assert expected.dq_QE.abs().max() > 1e-6
-        batch = self.batch
-        assert_equal(defined(self.loss(), batch, batch.q_QE, batch.d_DE, batch.counts), expected)
+        assert_equal(self.defined(self.batch), expected)
 
     def check_tiles(self) -> None:
         """Streamed in tiles of any size it has the value and gradients of the loops."""
@@ -195,13 +200,20 @@ class LossContract:
         assert_nothing(self.streamed(self.loss(**{"mask_false_negatives": True, **more}), batch))
 
     def check_weights(self) -> None:
-        """Equal weights of any size change nothing, and a batch in which no row counts loses nothing."""
-        one, many, none = (
+        """Equal weights of any size change nothing, and a batch in which no row counts loses nothing.
+
+        Where only the query counts that has no positive, the definition has the gradients of the tiles.
+        """
+        ones_Q = torch.ones(len(self.batch.queries), dtype=torch.float64)
+        unpaired_Q = torch.zeros_like(ones_Q).index_fill_(0, torch.tensor(UNPAIRED), 1.0)
+        one, many, none, unpaired = (
             replace(self.batch, structure=replace(self.batch.structure, weights_Q=weights_Q))
-            for weights_Q in (None, *(torch.full((len(self.batch.queries),), each).double() for each in (7.0, 0.0)))
+            for weights_Q in (None, 7.0 * ones_Q, 0.0 * ones_Q, unpaired_Q)
         )
         assert_equal(self.streamed(self.loss(), many), self.streamed(self.loss(), one))
         assert_nothing(self.streamed(self.loss(), none))
+        assert_nothing(self.defined(none))
+        assert_equal(self.streamed(self.loss(), unpaired), self.defined(unpaired))
 
     def check_not_a_number(self) -> None:
         """Whatever is not a number in the vector of a query or of its positive reaches the loss."""
@@ -236,8 +248,10 @@ class LossContract:
             with pytest.raises(ValueError, match="statistics"):
                 loss.gradients(batch)
         known = loss.statistics(batch) if loss.needs_statistics else None
-        loss.gradients(batch, known, (table[:count], table[count:]))
-        assert torch.allclose(table, torch.cat([expected.dq_QE, expected.dd_DE]), rtol=0, atol=1e-10)
+        for _ in range(2):  # the same statistics give the same once more
+            result = loss.gradients(batch, known, (table[:count], table[count:]))
+            assert torch.allclose(table, torch.cat([expected.dq_QE, expected.dd_DE]), rtol=0, atol=1e-10)
+            assert torch.allclose(result.loss, expected.loss, rtol=1e-10)
 
 
 def assert_nothing(result: LossGradients) -> None:

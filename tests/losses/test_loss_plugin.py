@@ -27,7 +27,9 @@ from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure, ContrastiveLoss, LossCommon, MultiVectorLoss
-from vembed.losses.registry import loss_section
+from vembed.losses.infonce import InfoNCE
+from vembed.losses.keys import InfoNCEKeys
+from vembed.losses.registry import loss_section, register_loss
 from vembed.plan.memory import BatchRows, LossTiles, ModelSize, loss_bytes
 from vembed.registry import LOSSES
 
@@ -299,6 +301,8 @@ def test_a_wrong_key_of_it_ends_with_exit_code_2(recipe: Path) -> None:
         (CODE.replace("key(0.2,", "key(...,"), ["key margin has no default; runs with other losses need one"]),
         (CODE.replace('key(0.2, "Least distance of a negative from the positive.")', "0.2"), ["is not made by key("]),
         (CODE.replace("    columns =", '    memory = "much"\n    columns ='), ["memory must be of matrix, tiles"]),
+        (CODE.replace("    columns =", '    takes = ("pairs")\n    columns ='), ["takes must be a tuple, got 'pairs'"]),
+        (re.sub(r"columns = \((.*),\)", r"columns = (\1)", CODE), ["columns must be a tuple, got ExtraColumn(name="]),
         (CODE.replace("    keys = MarginKeys", ""), ["broken.MarginLoss: keys must be a LossSection"]),
         (CODE.replace("margin: Positive", "seed: Positive"), ["key seed of the loss margin has the name of another"]),
         ("import vembed\n\nvembed.register_loss(int)\n", ["{file}:3: builtins.int is no loss; derive it from"]),
@@ -311,6 +315,15 @@ def test_a_plugin_that_fails_is_named_with_its_line(
     found = problem(plugins="[broken]")
     for part in parts:
         assert part.format(file=file) in found
+
+
+def test_a_loss_that_takes_the_keys_of_another_one_is_refused_and_leaves_that_one_alone() -> None:
+    class Mine(InfoNCE):
+        keys = InfoNCEKeys
+
+    with pytest.raises(ConfigError, match=r"loss 'infonce' of .* is already that of vembed"):
+        register_loss(Mine)
+    assert loss_section("infonce").loss_class() is InfoNCE
 
 
 def test_a_module_that_is_not_there_is_refused_with_where_it_was_searched(

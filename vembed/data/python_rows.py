@@ -48,6 +48,7 @@ ROWS_FOLDER = "rows"
 _TABLE_ROWS = 1_000
 """Rows of a table that are Python objects at once."""
 
+_PICTURES = (Path, bytes, PIL.Image.Image, Image)
 PICTURE_FORMS = "a pathlib.Path, bytes, or a PIL.Image.Image"
 _SAVED_AS = {
     **{mode: mode for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")},
@@ -214,19 +215,25 @@ def _item(row: object, name: str, limits: ImageLimits) -> Item:
     if isinstance(row, str):
         return row
     if isinstance(row, Composed):
-        for image in row.images:
-            check_image(image, limits)
-        return row
-    if isinstance(row, Image):
-        image = row
-    elif isinstance(row, Path):
-        image = Image(str(home_path(row)))
-    elif isinstance(row, bytes):
-        image = Image(name, row)
-    elif isinstance(row, PIL.Image.Image):
-        image = Image(name, as_png(row, name, limits))
-    else:
+        pictures: tuple[object, ...] = tuple(row.images)
+        if unknown := [type(picture).__name__ for picture in pictures if not isinstance(picture, _PICTURES)]:
+            raise TypeError(f"{name}: a picture of Composed is {PICTURE_FORMS}, not a {unknown[0]}")
+        return Composed(tuple(_image(picture, name, limits) for picture in pictures), row.text)
+    if not isinstance(row, _PICTURES):
         raise TypeError(f"{name} is a {type(row).__name__}; every row is a text (str) or a picture ({PICTURE_FORMS})")
+    return _image(row, name, limits)
+
+
+def _image(picture: Any, name: str, limits: ImageLimits) -> Image:
+    """Return a picture of any form as ours, checked by its header."""
+    if isinstance(picture, Image):
+        image = picture
+    elif isinstance(picture, Path):
+        image = Image(str(home_path(picture)))
+    elif isinstance(picture, bytes):
+        image = Image(name, picture)
+    else:
+        image = Image(name, as_png(picture, name, limits))
     check_image(image, limits)
     return image
 

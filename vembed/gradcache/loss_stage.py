@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from vembed.device import to_device
+from vembed.gradcache.passes import RngState
 from vembed.losses.base import MultiVectors, share_of
 from vembed.losses.streamed import Hardest, LogSumExp, StreamedBatch
 
@@ -93,7 +94,8 @@ class LossStage:
         # With fewer queries than ranks some rank would have none to share the work with.
         streamed = chosen.streamed if structure.num_queries >= self.ranks.world_size else None
         precise = torch.autocast(z_NE.device.type, enabled=False)  # a caller's would round products of the loss
-        with precise, tf32_products(z_NE.device) if self.tf32 else nullcontext():
+        tf32 = tf32_products(z_NE.device) if self.tf32 else nullcontext()
+        with precise, tf32, sums_in_one_order(z_NE.device):
             if streamed is not None:
                 loss, rank_loss, u_NE, gradients = self._streamed(streamed, z_NE, structure, counts_N)
             else:
@@ -119,11 +121,16 @@ class LossStage:
         embeddings = z_NE.detach().requires_grad_()
         parameters = {name: parameter for name, parameter in chosen.named_parameters() if parameter.requires_grad}
         structure = structure.to(z_NE.device)
-        if counts_N is None:
-            sides = embeddings[: structure.num_queries], embeddings[structure.num_queries :]
+        sides: tuple[Any, Any] = embeddings[: structure.num_queries], embeddings[structure.num_queries :]
+        if counts_N is not None:
+            sides = MultiVectors.sides(embeddings, counts_N, structure.num_queries)
+        with nullcontext() if self.ranks.is_one else RngState.capture(z_NE.device).replayed():
+            if not self.ranks.is_one:
+                # Dropout has left every rank with random numbers of its own, and the loss must be one on all of them.
+                seed = torch.randint(2**62, (1,), device=z_NE.device)
+                self.ranks.copy_from_first([seed])
+                torch.manual_seed(int(seed))
             loss = chosen(*sides, structure)
-        else:
-            loss = chosen(*MultiVectors.sides(embeddings, counts_N, structure.num_queries), structure)
         # A loss may leave a parameter of its own out of this batch: then its gradient is zero.
         u_NE, *slopes = torch.autograd.grad(loss, [embeddings, *parameters.values()], materialize_grads=True)
         slopes = [slope.contiguous() for slope in slopes]
@@ -196,3 +203,22 @@ def tf32_products(device: torch.device) -> Iterator[None]:
         yield
     finally:
         matmul.allow_tf32 = before
+
+
+@contextmanager
+def sums_in_one_order(device: torch.device) -> Iterator[None]:
+    """Let a CPU add rows up in one order within the block, so that equal steps are equal to the bit.
+
+    Its threads would add to a row of the result in the order in which they come to it: in `index_put_`, and so in the
+    gradient of every `x[rows]`. A GPU has `deterministic: true` for that, which costs time there and none here.
+    """
+    mode, memory = torch.get_deterministic_debug_mode(), cast("Any", torch.utils.deterministic)
+    fills = memory.fill_uninitialized_memory
+    if device.type == "cpu":
+        torch.set_deterministic_debug_mode(max(mode, 1))  # 1 warns where an operator has no fixed order, 2 refuses it
+        memory.fill_uninitialized_memory = False  # it is written before it is read
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = fills

@@ -100,8 +100,10 @@ class CosentLoss(CellLoss):
             zero, weighed_Q1 = logits_QD.new_zeros(1), _logs(structure, logits_QD)[:, None]
             positive_QD = positive_mask(structure)
             negative_QD = ~positive_QD & ~self.masked(structure, similarity_QD, positive_QD)
-            # log of the weights is added: a weight of 0 becomes -inf, which adds nothing to a log-sum-exp.
-            lower, higher = (logits_QD + weighed_Q1)[negative_QD], (weighed_Q1 - logits_QD)[positive_QD]
+            # Rows of weight 0 are left out: their log is -inf, and a log-sum-exp of nothing else has no gradient.
+            counts_Q1 = weighed_Q1 > -math.inf
+            lower = (logits_QD + weighed_Q1)[negative_QD & counts_Q1]
+            higher = (weighed_Q1 - logits_QD)[positive_QD & counts_Q1]
             gap = lower.logsumexp(dim=0) + higher.logsumexp(dim=0) if len(lower) and len(higher) else None
             losses.append(weight * (logits_QD.sum() * 0 if gap is None else torch.logaddexp(gap, zero[0])))
         return torch.stack(losses).sum()

@@ -91,6 +91,7 @@ class InBatchHard(InfoNCE):
         sweep = self.sweep(batch) if statistics is None else statistics.sweep
         assert isinstance(sweep, HardestSweep)
         tiles = sweep.tiles
+        sweep.loss = tiles.zeros()  # the same statistics may be differentiated again
         for rows in tiles.row_blocks() if statistics is None else ():
             collect_rows(sweep, rows)
         sweep.complete(slice(0, tiles.cell_map.num_rows), statistics)

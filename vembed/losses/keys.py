@@ -216,7 +216,7 @@ class SoftmaxKeys(OurLoss, CellKeys, TemperatureKeys, DirectionKeys):
     hints: ClassVar[Hints] = {
         "cosent_scale": lambda value: f"for the same factor set temperature to {1 / value:.4g}",
         "init_logit_scale": lambda value: f"for the same factor set temperature to {math.exp(-value):.4g}",
-        "use_all_negatives": "infonce always learns from all of them",
+        "use_all_negatives": "only in_batch_hard leaves negatives out",
     }
 
     @property

@@ -244,6 +244,9 @@ def register_loss(loss: AnyLoss) -> AnyLoss:
         )
     if not section.name:
         raise ConfigError(f'{where} has no name; give its keys one for loss_type, such as name = "margin"')
+    for fact in ("columns", "takes"):
+        if not isinstance(values := getattr(section, fact), tuple):  # one in brackets alone: ("pairs") is a text
+            raise ConfigError(f"{where}: {fact} must be a tuple, got {values!r}; with one entry it ends with a comma")
     for fact, allowed in (("memory", get_args(Memory)), ("takes", get_args(Supervision))):
         values = getattr(section, fact)
         if not set([values] if isinstance(values, str) else values) <= set(allowed):
@@ -254,6 +257,8 @@ def register_loss(loss: AnyLoss) -> AnyLoss:
             raise ConfigError(f"{where}: key {name} has no default; runs with other losses need one")
         if not isinstance(info.json_schema_extra, dict) or not info.description:
             raise ConfigError(f"{where}: key {name} is not made by key(default, meaning)")
+    # Before the section is changed: where the name is taken, it may be the section of the loss that has it.
+    LOSSES.register(section.name, section, module=loss.__module__)
     # What the class says already isn't asked a second time; `memory` alone may be stated by a class between.
     section.loss = loss
     section.multi_vector = loss.multi_vector
@@ -261,5 +266,4 @@ def register_loss(loss: AnyLoss) -> AnyLoss:
         section.memory = "tokens" if loss.multi_vector else "tiles" if issubclass(loss, StreamedLoss) else "matrix"
     section.title = section.title or f"the {section.name} loss"
     section.summary = section.summary or (inspect.getdoc(loss) or "").partition("\n")[0].rstrip(".")
-    LOSSES.register(section.name, section, module=loss.__module__)
     return loss

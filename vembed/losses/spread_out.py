@@ -106,14 +106,14 @@ class SpreadOutLoss(StreamedLoss):
     @torch.no_grad()
     def statistics(self, batch: StreamedBatch) -> Statistics:
         """Return the sums over this rank's rows of both sides, (2, K, F)."""
-        tiles = self.make_tiles(batch, scale=1.0)  # for its type and device alone
+        dtype = torch.promote_types(batch.q_QE.dtype, torch.float32)
         dims = [dim or batch.q_QE.shape[1] for dim in self.prefix_dims]
-        sums_2KF = tiles.zeros(2, len(dims), 2 + max(dims) + max(dims) ** 2)
+        sums_2KF = batch.q_QE.new_zeros(2, len(dims), 2 + max(dims) + max(dims) ** 2, dtype=dtype)
         # One tensor for all sums, so that ranks need one collective. Shorter prefixes leave the end of their row zero.
         for side, (z_NE, rows) in enumerate(_rows_of_rank(batch)):
             for block in self._blocks(z_NE, rows):
                 for prefix, dim in enumerate(self.prefix_dims):
-                    packed_F = _Sums.of(_cut(z_NE[block].to(tiles.dtype), dim)).packed()
+                    packed_F = _Sums.of(_cut(z_NE[block].to(dtype), dim)).packed()
                     sums_2KF[side, prefix, : len(packed_F)] += packed_F
         return Statistics(sums=sums_2KF)
 

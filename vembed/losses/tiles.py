@@ -276,7 +276,8 @@ class SimilarityTiles:
                 moments_N = slopes_N * torch.linalg.vecdot(q_NE, d_NE)
                 out.row_moments_KQ[prefix].index_put_((rows,), moments_N, accumulate=True)
                 out.column_moments_KD[prefix].index_put_((columns,), moments_N, accumulate=True)
-            # Accumulating `index_put_` sorts the rows first: unlike `index_add_` on CUDA it adds in the same order.
+            # On CUDA accumulating `index_put_` sorts the rows first: unlike `index_add_` it adds in the same order.
+            # A CPU does so within `sums_in_one_order` of the loss stage.
             dim = q_NE.shape[1]
             out.dq_QE[:, :dim].index_put_((rows,), d_NE.mul_(slopes_N[:, None]), accumulate=True)
             out.dd_DE[:, :dim].index_put_((columns,), q_NE.mul_(slopes_N[:, None]), accumulate=True)

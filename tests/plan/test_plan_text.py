@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from plan_cases import DATA, plan_here, planned, tower
+from plan_cases import DATA, model, plan_here, planned, tower
 
 from vembed.plan.devices import GIB
 from vembed.plan.memory import ModelSize
@@ -99,6 +99,22 @@ def test_the_ladder_goes_from_checkpointing_to_more_devices_with_numbers() -> No
     assert [line.partition(" ")[2].startswith(start) for line, start in zip(ladder, order, strict=True)] == [True] * 5
     assert all("GiB" in line for line in ladder)
     assert "GiB less" in ladder[2], "sharding 2.1B saves the most"
+
+
+@pytest.mark.parametrize(
+    ("keys", "more", "change"),
+    [
+        ("batch_size=8192", "batch_size=4096", "twice the devices, the same batch over all"),
+        ("use_fsdp=true batch_size=4096", "use_fsdp=true batch_size=4096", "twice the devices"),
+    ],
+)
+def test_twice_the_devices_take_what_a_plan_for_so_many_says(keys: str, more: str, change: str) -> None:
+    wide = replace(model(6e8), dimension=8192)  # embeddings of all devices count beside activations
+    here, there = planned("2x4xA100-80GB", wide, *keys.split()), planned("4x4xA100-80GB", wide, *more.split())
+    wider = replace(here.way, sharding_factor=2 * here.way.sharding_factor if here.way.mode else 1)
+    (needed,) = [candidate.least_bytes for candidate in there.candidates if candidate.way == wider]
+    (line,) = [line for line in here.oom_ladder if f" {change}: " in line]
+    assert f"{change}: {show_bytes(needed)} a device" in line
 
 
 def test_half_the_batch_is_half_of_its_pictures_too() -> None:

@@ -290,10 +290,12 @@ def oom_ladder(problem: PlanningProblem, chosen: Candidate) -> Iterator[str]:
         strategy: Strategy = "fsdp_lora" if way.use_lora else "fsdp"
         sharded = Way(strategy, True, way.gradient_checkpointing, way.use_lora, "sharded", count)
         changes[key] = weigh(problem, sharded)
-    changes["half the batch"] = weigh(_half_batch(problem), way)
-    doubled = replace(problem, devices=replace(problem.devices, count=2 * count))
-    if way.mode is None:
-        changes["twice the devices, the same batch over all"] = weigh(_half_batch(doubled), way)
+    halved, doubled = _half_batch(problem), _on(problem, 2 * count)
+    changes["half the batch"] = weigh(halved, way)
+    if way.mode is None:  # each device has half the rows, and the embeddings of as many as before
+        rows = replace(problem.rows, num_queries=halved.rows.num_queries, num_documents=halved.rows.num_documents)
+        shared = replace(doubled, rows=rows, num_pictures=halved.num_pictures)
+        changes["twice the devices, the same batch over all"] = weigh(shared, way)
     else:
         wider = replace(way, sharding_factor=2 * way.sharding_factor)
         changes["twice the devices"] = weigh(doubled, wider)

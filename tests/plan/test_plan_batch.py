@@ -125,6 +125,13 @@ def test_the_learning_rate_follows_the_effective_batch_as_asked(overrides: list[
     assert any(each.startswith("learning_rate ") for each in made.reasons) == (len(overrides) > 1)
 
 
+def test_the_learning_rate_follows_the_records_where_they_are_fewer_than_a_batch() -> None:
+    keys = ("batch_size=64", "learning_rate=1e-5", "lr_scaling=linear", "lr_reference_batch=100")
+    made = planned("8xA100-80GB", 6e8, *keys, data=replace(DATA, num_records=100))
+    assert made.batch.learning_rate == pytest.approx(1e-5), "a step sees 100 rows, not 512"
+    assert "= 512, of which an epoch has 100;" in reason(made, "effective batch")
+
+
 def test_one_process_takes_the_whole_batch_and_the_global_batch_wins() -> None:
     alone = plan_here()
     assert (alone.way.strategy, alone.world_size, alone.batch.per_device, alone.batch.total) == ("single", 1, 64, 64)

@@ -88,11 +88,13 @@ def plan_batch(config: Config, devices: Devices, model: ModelSize, data: DataSiz
             why += f"; gradient_accumulation_steps is {asked}, but no step goes beyond an epoch"
         if left := num_batches % accumulated:
             why += f"; the last step of an epoch takes the {plural(left, 'batch', 'batches')} left"
-    effective = total * accumulated
+    effective = min(total * accumulated, data.num_records)  # no step goes beyond an epoch
     across = f"{devices.count} device{'s' if devices.count > 1 else ''}"
     is_even = per_device * devices.count == total
     size = f"{per_device} x {across}" if is_even else f"{total} over {across}"
-    reasons.append(f"effective batch: {size} x {accumulated} accumulated = {effective}; {why}")
+    asked = total * accumulated
+    whole = f"{asked}" if asked == effective else f"{asked}, of which an epoch has {effective}"
+    reasons.append(f"effective batch: {size} x {accumulated} accumulated = {whole}; {why}")
 
     # The noise of a gradient falls with the root of its batch: `linear` follows SGD's rule (Goyal et al., 2017), `sqrt`
     # the one for Adam (Malladi et al., 2022).

@@ -79,6 +79,7 @@ def test_a_group_within_a_machine_is_joined_faster_than_one_over_several() -> No
 def test_this_machine_becomes_as_many_devices_as_it_has_processes() -> None:
     cpu = Machine("cpu", "the CPU", 4 * GIB, 2, fast_bf16=False)
     assert (Devices.of(cpu).count, Devices.of(cpu, 2).memory_bytes) == (1, 4 * GIB)
+    assert Devices.of(cpu, 2).tflops == Devices.of(cpu).tflops, "its cores are those of one process already"
     card = Machine("cuda", "NVIDIA H200", 139 * GIB, 16, fast_bf16=True)
     assert Devices.of(card, 16, 2).per_node == 8
     assert str(Devices.of(card, 16, 2)) == "16 x NVIDIA H200, 139.0 GiB each on 2 machines"

@@ -163,8 +163,7 @@ class Devices:
     def of(cls, machine: Machine, count: int = 1, nodes: int = 1) -> Devices:
         """Return so many devices like the machine's."""
         if machine.device == "cpu":
-            # Processes of one machine share its cores.
-            speed = CPU_TFLOPS_PER_CORE * max(1, machine.num_cores // max(1, count // nodes))
+            speed = CPU_TFLOPS_PER_CORE * machine.num_cores
             return cls(machine.device_name, count, machine.memory_bytes, speed, CPU_LINK, nodes)
         figures = find_known(machine.device_name)
         known = figures or UNKNOWN_DEVICE

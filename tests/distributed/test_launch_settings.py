@@ -143,6 +143,10 @@ def test_without_accelerate_nobody_asks_for_anything() -> None:
             {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"},
             {"bf16": True, "use_fsdp": True, "fsdp_mode": "lean"},
         ),
+        (
+            {"FSDP_VERSION": "2", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "4", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+            {"bf16": True, "use_fsdp": True, "sharding_factor": 2},
+        ),
         ({"ACCELERATE_USE_FSDP": "false"}, {"bf16": True}),
     ],
 )
@@ -166,6 +170,10 @@ def test_no_mixed_precision_counts_only_where_somebody_said_it(monkeypatch: pyte
         monkeypatch.setattr(module, "_parent_command", lambda words=command: words)
         assert keys(**plain) == expected
         assert asked(**plain)[0] == f"accelerate launch with {path}"
+    for option in (["--mixed_precision", "no"], ["--mixed_precision=no"], ["--mixed-precision", "no"]):
+        command = ["python", "accelerate", "launch", "--config_file", str(silent), *option, "train.py"]
+        monkeypatch.setattr(module, "_parent_command", lambda words=command: words)
+        assert keys(**plain) == {"bf16": False}, option
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,13 @@ def accelerate_settings(
         raise ConfigError(f"{origin} asks for mixed_precision {precision}; choose no, bf16 or fp16")
     # "no" is also what accelerate sets where nobody said anything.
     is_in_file = isinstance(content, dict) and "mixed_precision" in content
-    if precision != "no" or is_in_file or "--mixed_precision" in words:
+    options = {word.partition("=")[0].replace("-", "_") for word in words}  # it takes both - and _
+    if precision != "no" or is_in_file or "__mixed_precision" in options:
         settings.append(Setting(_PRECISIONS[precision], f"mixed_precision: {precision}"))
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
         settings += _fsdp(environ, process)
+    if (size := environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")) not in ("1", ""):
+        settings.append(Setting({"sharding_factor": int(size)}, f"parallelism_config_dp_shard_size: {size}"))
     if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         dynamo = f"dynamo_backend: {environ['ACCELERATE_DYNAMO_BACKEND']}"
         settings.append(Setting({}, dynamo, "models are not compiled here"))

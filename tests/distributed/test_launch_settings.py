@@ -160,6 +160,12 @@ def test_settings_of_fsdp_1_are_said_to_be_carried_out_with_fsdp_2() -> None:
     assert not any("FSDP 2" in setting.remark for setting in asked(FSDP_VERSION="2")[1])
 
 
+def test_a_compiler_is_referred_to_the_key_that_compiles() -> None:
+    (setting,) = [setting for setting in asked(ACCELERATE_DYNAMO_BACKEND="INDUCTOR")[1] if "dynamo" in setting.words]
+    assert setting == Setting({}, "dynamo_backend: INDUCTOR", "no effect; the key compile does that")
+    assert "compile" in Config.model_fields
+
+
 def test_no_mixed_precision_counts_only_where_somebody_said_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     silent, said = tmp_path / "silent.yaml", tmp_path / "said.yaml"
     silent.write_text("distributed_type: 'NO'\n")

@@ -111,7 +111,7 @@ def accelerate_settings(
         settings.append(Setting({"sharding_factor": int(size)}, f"parallelism_config_dp_shard_size: {size}"))
     if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         dynamo = f"dynamo_backend: {environ['ACCELERATE_DYNAMO_BACKEND']}"
-        settings.append(Setting({}, dynamo, "models are not compiled here"))
+        settings.append(Setting({}, dynamo, "no effect; the key compile does that"))
     return origin, settings
 
 

@@ -164,6 +164,13 @@ def test_warmup_is_a_rounded_up_share_or_the_number_given(overrides: list[str], 
     assert plan_here(*overrides).steps.warmup == warmup
 
 
+def test_a_warmup_as_long_as_the_run_is_told() -> None:
+    long, short = plan_here("epochs=2", "warmup_steps=32"), plan_here("epochs=2", "warmup_steps=31")
+    assert long.steps.total == 32
+    assert "warmup_steps 32 is not smaller than the 32 steps of the run" in reason(long, "warmup_steps")
+    assert not any(each.startswith("warmup_steps") for each in short.reasons)
+
+
 @pytest.mark.parametrize(
     ("overrides", "every"),
     [([], 16), (["eval_strategy=no"], None), (["eval_strategy=steps", "eval_steps=5"], 5), (["max_steps=3"], 16)],

@@ -222,6 +222,12 @@ def make_plan(
     # The decisions.
     packing, packing_reason = plan_packing(config, machine, model)
     chosen, candidates, why = choose(problem)
+    held_bytes = chosen.host_bytes * devices.per_node
+    if machine.torch_version and held_bytes > FIT_SHARE * host_bytes:  # without a version it is another machine's host
+        notes.append(
+            f"cpu_offload: the shards of {plural(devices.per_node, 'device')} take {show_bytes(held_bytes)} of the "
+            f"host's memory, which is {show_bytes(host_bytes)}: the system may kill the run"
+        )
     eval_rows, eval_tokens, eval_notes = evaluation_calls(problem, chosen)
     steps, step_notes = plan_steps(config, batch, data.num_records)
     if config.batch_sampling != "classes":  # batches of classes are made otherwise

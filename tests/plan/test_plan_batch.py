@@ -4,12 +4,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from plan_cases import DATA, model, plan_here, planned, reason
+from plan_cases import DATA, formula, model, plan_here, planned, reason, tower
 
 from vembed.config.load import load_config
 from vembed.config.schema import Config
 from vembed.plan.batch import LEAST_STEPS, MOST_QUERIES, ROW_BYTES, plan_batch, plan_loading, step_batches
 from vembed.plan.devices import Machine, parse_devices
+from vembed.plan.memory import ModelSize
 from vembed.plan.plan import Plan
 from vembed.plan.problem import DataSize
 
@@ -77,6 +78,23 @@ def test_auto_without_gradient_caching_is_bounded_by_activations() -> None:
     )
     assert plain.fits
     assert 32 <= plain.batch.per_device < 4096
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_auto_without_gradient_caching_counts_the_activations_of_every_tower(order: int) -> None:
+    texts = replace(tower(3e7, 3e7, layers=4, hidden=256, tokens=32), items="texts")
+    pictures = replace(tower(3e8, 3e8, layers=24, hidden=1024, tokens=257), name="vision", items="pictures")
+    size = ModelSize(33 * 10**7, 33 * 10**7, 4, 512, (texts, pictures)[::order], estimated=False, checkpointable=False)
+    pairs = DataSize(10**6, 1.0, pictures_per_record=1.0, picture_bytes=600_000)
+    made = planned("1x24GB", size, "batch_size=auto", "use_gradient_cache=false", data=pairs)
+    assert (made.batch.per_device, made.fits) == (32, True)
+    assert "Activations grow with the batch" in reason(made, "batch_size auto")
+
+
+def test_auto_without_gradient_caching_counts_sampled_tokens_where_nothing_limits_them() -> None:
+    long = DataSize(10**6, 1.0, record_tokens=(300.0,) * 10)
+    made = planned("1x24GB", formula(max_length=None), "batch_size=auto", "use_gradient_cache=false", data=long)
+    assert (made.batch.per_device, made.fits) == (256, True)
 
 
 def test_nothing_is_accumulated_unless_a_number_is_set_and_steps_count_the_optimizers() -> None:

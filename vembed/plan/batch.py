@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -130,8 +131,15 @@ def _auto_batch(config: Config, devices: Devices, model: ModelSize, data: DataSi
         epochs, passed = config.epochs, data.num_records * config.epochs
         name = f"{LEAST_STEPS} steps of the {passed} records of {epochs} epochs, but {LEAST_QUERIES} at least"
         bounds[name] = max(LEAST_QUERIES, passed // LEAST_STEPS)
+    chunked = "Chunks keep activations the same whatever the batch"
     if config.use_gradient_cache is False:
-        query_bytes = rows * model.towers[0].saved.of(1, model.max_length or 1)
+        pictures = min(rows, data.pictures_per_record)
+        num_items = {"pictures": pictures, "texts": rows - pictures, "all": rows}  # of a query, by who encodes them
+        sampled = statistics.mean(data.record_tokens) / rows if data.record_tokens else 1  # tokens, where without limit
+        query_bytes = sum(
+            num_items[tower.items] * tower.saved.of(1, tower.max_tokens or sampled) for tower in model.towers
+        )
+        chunked = "Activations grow with the batch, which is encoded in one call"
         name = f"activations of {show_bytes(query_bytes)} a query, not cached, in half of {device}"
         bounds[name] = int(devices.memory_bytes // 2 / query_bytes) * devices.count
     tightest = min(bounds, key=lambda name: bounds[name])
@@ -140,8 +148,7 @@ def _auto_batch(config: Config, devices: Devices, model: ModelSize, data: DataSi
     listed = "; ".join(f"{name}: {bound}" for name, bound in bounds.items())
     return per_device, (
         f"batch_size auto: {per_device} a device, the largest power of two under {most} = {bounds[tightest]} "
-        f"({tightest}) / {devices.count}; bounds of a whole batch: {listed}. Chunks keep activations the same whatever "
-        f"the batch"
+        f"({tightest}) / {devices.count}; bounds of a whole batch: {listed}. {chunked}"
     )
 
 

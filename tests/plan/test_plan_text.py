@@ -1,7 +1,7 @@
 """The plan in words: on one screen, in full, as a table, and its advice."""
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from plan_cases import DATA, model, plan_here, planned, tower
@@ -28,6 +28,17 @@ def test_the_full_text_holds_every_fact_and_reason() -> None:
         assert any(line.startswith(start) and line.endswith(end) for line in lines), end
     plain = explain_fully(plan_here("use_gradient_cache=false"), facts={})
     assert any(line.split() == ["chunk", "the", "whole", "batch"] for line in plain.splitlines())
+
+
+@pytest.mark.parametrize("devices", ["1xA100-80GB", "4xA100-80GB"])
+def test_gradients_of_earlier_batches_are_among_the_parts(devices: str) -> None:
+    """The worst moment then holds more than each part at its own worst; no size is negative."""
+    made = planned(devices, 6e8, "batch_size=2", "gradient_accumulation_steps=8")
+    assert made.bytes_per_device.gradients > 6e8 * 4
+    for candidate in made.candidates:
+        sizes = asdict(candidate.bytes_per_device)
+        assert sum(sizes.values()) - 2 * sizes["apart"] == candidate.bytes_per_device.total
+        assert min(sizes.values()) >= 0, candidate.way
 
 
 def test_the_short_form_is_one_screen_with_the_way_its_reason_the_memory_and_the_time() -> None:

@@ -200,7 +200,9 @@ def _at_worst(problem: PlanningProblem, way: Way, parts: BytesPerDevice, chunks:
         fresh=late if way.mode == "sharded" else value * max(tower.largest_tensor for tower in model.towers),
         held=problem.config.gradient_accumulation_steps not in ("auto", 1),
     )
-    return replace(parts, apart=parts.total - worst.total)
+    # The worst moment may hold more than the parts: gradients of earlier batches, or a fresh one of the largest tensor.
+    more = max(0, worst.total - parts.total)
+    return replace(parts, gradients=parts.gradients + more, apart=max(0, parts.total - worst.total))
 
 
 @dataclass(frozen=True, slots=True)

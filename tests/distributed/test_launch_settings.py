@@ -136,6 +136,10 @@ def test_without_accelerate_nobody_asks_for_anything() -> None:
         ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, {"bf16": True, "use_fsdp": False}),
         ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, {"bf16": True, "use_fsdp": True, "sharding_factor": 4}),
         (
+            {"FSDP_SHARDING_STRATEGY": "5"},
+            {"bf16": True, "use_fsdp": True, "sharding_factor": 4, "fsdp_mode": "lean"},
+        ),
+        (
             {"FSDP_OFFLOAD_PARAMS": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
             {"bf16": True, "use_fsdp": True, "cpu_offload": True, "gradient_checkpointing": True},
         ),
@@ -152,6 +156,16 @@ def test_without_accelerate_nobody_asks_for_anything() -> None:
 )
 def test_each_setting_becomes_a_key(changes: dict[str, str], expected: dict[str, object]) -> None:
     assert keys(**changes) == expected
+
+
+@pytest.mark.parametrize("strategy", ["4", "HYBRID_SHARD_ZERO2"])
+def test_a_copy_on_each_machine_of_one_process_is_replicated(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    environ = FSDP | {"FSDP_SHARDING_STRATEGY": strategy}
+    monkeypatch.setattr(
+        launcher, "accelerate_settings", lambda _: accelerate_settings(ProcessEnv(1, 2, 0, 1, "accelerate"), environ)
+    )
+    config, _, _ = under_launcher(Config(model_name="a"), {})
+    assert (config.use_fsdp, config.sharding_factor, config.fsdp_mode) == (False, "auto", "auto")
 
 
 def test_settings_of_fsdp_1_are_said_to_be_carried_out_with_fsdp_2() -> None:

@@ -30,7 +30,13 @@ _PRECISIONS: Final[dict[str, dict[str, bool]]] = {
     "fp16": {"fp16": True, "bf16": False},
 }
 
-_STRATEGIES: Final = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+_STRATEGIES: Final = {
+    "1": "FULL_SHARD",
+    "2": "SHARD_GRAD_OP",
+    "3": "NO_SHARD",
+    "4": "HYBRID_SHARD",
+    "5": "HYBRID_SHARD_ZERO2",
+}
 """Older files number them."""
 
 _DEEPSPEED_MARKS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
@@ -142,10 +148,12 @@ def _fsdp(environ: Mapping[str, str], process: ProcessEnv) -> list[Setting]:
     if environ.get("FSDP_VERSION", "1") == "1":
         strategy = environ.get("FSDP_SHARDING_STRATEGY", "").upper()
         strategy = _STRATEGIES.get(strategy, strategy or "FULL_SHARD")
-        keys: dict[str, object] = {"use_fsdp": strategy != "NO_SHARD"}
-        if strategy.startswith("HYBRID_SHARD"):
-            keys["sharding_factor"] = process.local_world_size  # a copy on each machine
-        if strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
+        is_hybrid = strategy.startswith("HYBRID_SHARD")  # a copy on each machine, which one process has whole
+        is_whole = strategy == "NO_SHARD" or (is_hybrid and process.local_world_size == 1)
+        keys: dict[str, object] = {"use_fsdp": not is_whole}
+        if is_hybrid and not is_whole:
+            keys["sharding_factor"] = process.local_world_size
+        if not is_whole and strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
             keys["fsdp_mode"] = "lean"
         remark = (
             "carried out with FSDP 2, which wraps each transformer block, prefetches by itself, keeps the original "

@@ -155,3 +155,5 @@ def test_more_devices_are_weighed_from_one_on() -> None:
     assert lines[0].startswith("1: single")
     assert lines[2].startswith("4: ddp")
     assert [line.split(":")[0] for line in planned("2x8xA100-80GB", 6e8, scaled=True).scaling][-1] == "32 on 4 machines"
+    six = [line.split(":")[0] for line in planned("1x6xA100-80GB", 6e8, scaled=True).scaling]
+    assert six == ["1", "2", "4", "8 on 2 machines"], "no machine of six has eight"

@@ -6,6 +6,7 @@ widths to its renderers. The report of a run shows plan.json as a page.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -348,10 +349,10 @@ def scaling_lines(problem: PlanningProblem) -> Iterator[str]:
     most = max(8, 2 * problem.devices.count)
     count = 1
     while count <= most:
-        chosen = choose(_on(problem, count))[0]
+        spread = _on(problem, count)
+        chosen = choose(spread)[0]
         fits = "" if chosen.fits else " (too much)"
-        nodes = max(1, count // problem.devices.per_node)
-        where = f" on {nodes} machines" if nodes > 1 else ""
+        where = f" on {spread.devices.nodes} machines" if spread.devices.nodes > 1 else ""
         yield (
             f"{count}{where}: {chosen.way}, {show_bytes(chosen.bytes_per_device.total)} each{fits}, speed "
             f"{count * chosen.relative_speed:.3g}, {chosen.scaling_efficiency:.0%} of each step computes"
@@ -362,7 +363,7 @@ def scaling_lines(problem: PlanningProblem) -> Iterator[str]:
 def _on(problem: PlanningProblem, count: int) -> PlanningProblem:
     """Return the problem for another number of devices, each with its present batch."""
     rows, devices = problem.rows, problem.devices
-    nodes = max(1, count // devices.per_node)
+    nodes = math.ceil(count / devices.per_node)
     return replace(
         problem,
         config=problem.config.model_copy(update={"sharding_factor": "auto"}),  # which may not divide that number

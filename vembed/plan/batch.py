@@ -244,7 +244,7 @@ def plan_loading(
     else:
         spare = max(0, machine.num_cores - machine.num_busy_cores)
         num_workers = min(MOST_WORKERS, spare)
-        cores = f"{machine.num_cores} cores less {machine.num_busy_cores} that training keeps busy"
+        cores = f"{plural(machine.num_cores, 'core')} less {machine.num_busy_cores} that training keeps busy"
         work = "decode" if data.pictures_per_record else "tokenize"
         why = f"{cores} leave {spare}, of which at most {MOST_WORKERS} {work}"
     if config.num_workers == "auto" and num_workers * batch_bytes > budget:

@@ -187,7 +187,7 @@ def plan_elsewhere(config: Config, devices: Devices | None, *, shape: str | None
         runtime = start_runtime(deterministic=False, num_processes=config.num_processes, plans_only=True)
         machine, devices = runtime.machine, _devices(runtime)
     else:
-        machine = devices.machine(cpu_cores())
+        machine = devices.machine(max(1, cpu_cores() // devices.per_node))  # which the processes of a machine share
     model = measured_model(config, machine, name=shape)
     shows = any(tower.items == "pictures" for tower in model.towers)
     assumed = "one query and one picture" if shows else "one query and one document"

@@ -110,7 +110,7 @@ def weigh(problem: PlanningProblem, way: Way) -> Candidate:
     return Candidate(
         way=way,
         bytes_per_device=sizes,
-        least_bytes=least.total,
+        least_bytes=min(least.total, sizes.total),  # a batch that is smaller than a small call takes less
         host_bytes=host_bytes,
         fits=sizes.total <= limit and (way.gradient_cache or keeps_all),
         chunks=chunks,

@@ -262,11 +262,30 @@ def test_the_users_word_wins_over_the_launchers_and_the_launchers_over_auto(monk
     assert (untouched.bf16, untouched.use_fsdp) == ("auto", "auto")
 
 
-def test_parts_of_a_sharding_that_the_user_switched_off_act_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = FSDP | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}
-    config, _, notes = effective(monkeypatch, Config(model_name="a", use_fsdp=False), environ)
-    assert (config.use_fsdp, config.sharding_factor) == (False, "auto")
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"},
+        {"FSDP_OFFLOAD_PARAMS": "true"},
+        {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"},
+        {"FSDP_VERSION": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+    ],
+)
+def test_parts_of_a_sharding_that_the_user_switched_off_act_nowhere(
+    monkeypatch: pytest.MonkeyPatch, parts: dict[str, str]
+) -> None:
+    config, _, notes = effective(monkeypatch, Config(model_name="a", use_fsdp=False), FSDP | parts)
+    assert (config.use_fsdp, config.sharding_factor, config.fsdp_mode) == (False, "auto", "auto")
+    assert config.cpu_offload == "auto"
     assert any("use_fsdp: false, which wins" in note for note in notes)
+    assert not any("carried out with FSDP 2" in note for note in notes)
+
+
+def test_offload_of_what_accelerate_leaves_whole_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = FSDP | {"FSDP_SHARDING_STRATEGY": "NO_SHARD", "FSDP_OFFLOAD_PARAMS": "true"}
+    config, _, notes = effective(monkeypatch, Config(model_name="a"), environ)
+    assert (config.use_fsdp, config.cpu_offload) == (False, "auto")
+    assert any("fsdp_offload_params: true: no effect: nothing is sharded" in note for note in notes)
 
 
 def test_the_ready_files_say_what_they_promise() -> None:

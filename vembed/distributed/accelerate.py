@@ -145,6 +145,7 @@ def _file_of(words: Sequence[str]) -> Path | None:
 
 def _fsdp(environ: Mapping[str, str], process: ProcessEnv) -> list[Setting]:
     """Return the settings of FSDP: version 1's strategies by name, version 2's by whether weights are resharded."""
+    is_whole = False
     if environ.get("FSDP_VERSION", "1") == "1":
         strategy = environ.get("FSDP_SHARDING_STRATEGY", "").upper()
         strategy = _STRATEGIES.get(strategy, strategy or "FULL_SHARD")
@@ -165,7 +166,10 @@ def _fsdp(environ: Mapping[str, str], process: ProcessEnv) -> list[Setting]:
         if environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "false":
             settings.append(Setting({"fsdp_mode": "lean"}, "fsdp_reshard_after_forward: false"))
     if _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
-        settings.append(Setting({"cpu_offload": True}, "fsdp_offload_params: true"))
+        offload = {} if is_whole else {"cpu_offload": True}
+        settings.append(
+            Setting(offload, "fsdp_offload_params: true", "no effect: nothing is sharded" if is_whole else "")
+        )
     if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
         settings.append(Setting({"gradient_checkpointing": True}, "fsdp_activation_checkpointing: true"))
     return settings

@@ -136,12 +136,20 @@ def test_without_accelerate_nobody_asks_for_anything() -> None:
         ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, {"bf16": True, "use_fsdp": False}),
         ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, {"bf16": True, "use_fsdp": True, "sharding_factor": 4}),
         (
+            {"FSDP_SHARDING_STRATEGY": "5"},
+            {"bf16": True, "use_fsdp": True, "sharding_factor": 4, "fsdp_mode": "lean"},
+        ),
+        (
             {"FSDP_OFFLOAD_PARAMS": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
             {"bf16": True, "use_fsdp": True, "cpu_offload": True, "gradient_checkpointing": True},
         ),
         (
             {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"},
             {"bf16": True, "use_fsdp": True, "fsdp_mode": "lean"},
+        ),
+        (
+            {"FSDP_VERSION": "2", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "4", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+            {"bf16": True, "use_fsdp": True, "sharding_factor": 2},
         ),
         ({"ACCELERATE_USE_FSDP": "false"}, {"bf16": True}),
     ],
@@ -150,10 +158,26 @@ def test_each_setting_becomes_a_key(changes: dict[str, str], expected: dict[str,
     assert keys(**changes) == expected
 
 
+@pytest.mark.parametrize("strategy", ["4", "HYBRID_SHARD_ZERO2"])
+def test_a_copy_on_each_machine_of_one_process_is_replicated(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    environ = FSDP | {"FSDP_SHARDING_STRATEGY": strategy}
+    monkeypatch.setattr(
+        launcher, "accelerate_settings", lambda _: accelerate_settings(ProcessEnv(1, 2, 0, 1, "accelerate"), environ)
+    )
+    config, _, _ = under_launcher(Config(model_name="a"), {})
+    assert (config.use_fsdp, config.sharding_factor, config.fsdp_mode) == (False, "auto", "auto")
+
+
 def test_settings_of_fsdp_1_are_said_to_be_carried_out_with_fsdp_2() -> None:
     remarks = [setting.remark for setting in asked()[1]]
     assert any("FSDP 2" in remark for remark in remarks)
     assert not any("FSDP 2" in setting.remark for setting in asked(FSDP_VERSION="2")[1])
+
+
+def test_a_compiler_is_referred_to_the_key_that_compiles() -> None:
+    (setting,) = [setting for setting in asked(ACCELERATE_DYNAMO_BACKEND="INDUCTOR")[1] if "dynamo" in setting.words]
+    assert setting == Setting({}, "dynamo_backend: INDUCTOR", "no effect; the key compile does that")
+    assert "compile" in Config.model_fields
 
 
 def test_no_mixed_precision_counts_only_where_somebody_said_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -166,6 +190,10 @@ def test_no_mixed_precision_counts_only_where_somebody_said_it(monkeypatch: pyte
         monkeypatch.setattr(module, "_parent_command", lambda words=command: words)
         assert keys(**plain) == expected
         assert asked(**plain)[0] == f"accelerate launch with {path}"
+    for option in (["--mixed_precision", "no"], ["--mixed_precision=no"], ["--mixed-precision", "no"]):
+        command = ["python", "accelerate", "launch", "--config_file", str(silent), *option, "train.py"]
+        monkeypatch.setattr(module, "_parent_command", lambda words=command: words)
+        assert keys(**plain) == {"bf16": False}, option
 
 
 @pytest.mark.parametrize(
@@ -234,11 +262,30 @@ def test_the_users_word_wins_over_the_launchers_and_the_launchers_over_auto(monk
     assert (untouched.bf16, untouched.use_fsdp) == ("auto", "auto")
 
 
-def test_parts_of_a_sharding_that_the_user_switched_off_act_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = FSDP | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}
-    config, _, notes = effective(monkeypatch, Config(model_name="a", use_fsdp=False), environ)
-    assert (config.use_fsdp, config.sharding_factor) == (False, "auto")
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"},
+        {"FSDP_OFFLOAD_PARAMS": "true"},
+        {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"},
+        {"FSDP_VERSION": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+    ],
+)
+def test_parts_of_a_sharding_that_the_user_switched_off_act_nowhere(
+    monkeypatch: pytest.MonkeyPatch, parts: dict[str, str]
+) -> None:
+    config, _, notes = effective(monkeypatch, Config(model_name="a", use_fsdp=False), FSDP | parts)
+    assert (config.use_fsdp, config.sharding_factor, config.fsdp_mode) == (False, "auto", "auto")
+    assert config.cpu_offload == "auto"
     assert any("use_fsdp: false, which wins" in note for note in notes)
+    assert not any("carried out with FSDP 2" in note for note in notes)
+
+
+def test_offload_of_what_accelerate_leaves_whole_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = FSDP | {"FSDP_SHARDING_STRATEGY": "NO_SHARD", "FSDP_OFFLOAD_PARAMS": "true"}
+    config, _, notes = effective(monkeypatch, Config(model_name="a"), environ)
+    assert (config.use_fsdp, config.cpu_offload) == (False, "auto")
+    assert any("fsdp_offload_params: true: no effect: nothing is sharded" in note for note in notes)
 
 
 def test_the_ready_files_say_what_they_promise() -> None:

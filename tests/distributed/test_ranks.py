@@ -67,6 +67,18 @@ def test_each_type_has_its_own_bucket_and_keeps_its_type(two_ranks: RankPool) ->
         assert counted == 3
 
 
+def idle_weights(rank: int) -> list[bool]:
+    one, other, nobodys, halves = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(4))
+    halves.data = halves.data.bfloat16()
+    (one if rank == 0 else other).grad = torch.zeros(2, 3)
+    Ranks.of_this_process().sum_gradients([one, nobodys, other, halves])
+    return [parameter.grad is not None for parameter in (one, nobodys, other, halves)]
+
+
+def test_what_no_ranks_rows_touched_has_no_gradient_as_on_one_rank(two_ranks: RankPool) -> None:
+    assert two_ranks.run(idle_weights) == [[True, False, True, False]] * 2, "AdamW would let the weight decay"
+
+
 def merged(rank: int) -> tuple[list[float], list[float], bool, bool]:
     ranks = Ranks.of_this_process()
     x = torch.tensor([1.0 + rank, 5.0 - rank])

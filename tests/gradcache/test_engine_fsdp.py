@@ -58,6 +58,34 @@ def accumulated_on(rank: int, settings: list[Sharded]) -> list[dict[str, torch.T
     return answers
 
 
+def idle_on(rank: int, modes: list[Any]) -> list[tuple[list[str], list[str]]]:
+    """Do a step with a layer that nothing calls, and with a tower that only rank 0 calls; return what has gradients."""
+    answers = []
+    for mode in modes:
+        setting = Sharded(mode, encoder="clip", assignment="queries apart")
+        case, loss = case_of(setting), make("both directions", 3)
+        case.encoder.idle = torch.nn.Linear(3, 5).double()
+        engine = engine_of(case, setting, loss)
+        assignment = assignment_of(case, setting.assignment)
+        pools = pools_of(case, assignment.slots[rank], spare=mode in ("lean", "sharded"))
+        engine.step(pools, case.structure, assignment=assignment)
+        names = [name for name, weight in case.encoder.named_parameters() if weight.requires_grad]
+        found = {name.removeprefix("0.") for name in whole_gradients(case.encoder)}
+        answers.append(([name for name in names if name not in found], sorted(found)))
+    return answers
+
+
+@pytest.mark.parametrize("modes", [[None, "fast"], pytest.param(["lean", "sharded"], marks=pytest.mark.slow)])
+def test_a_weight_that_no_rank_touches_has_no_gradient_as_on_one_device(two_ranks: RankPool, modes: list[Any]) -> None:
+    case, loss = case_of(Sharded(encoder="clip")), make("both directions", 1024)
+    reference_step(case.pools, case.structure, loss)
+    expected = sorted(name.removeprefix("0.") for name in gradients(case.encoder) if name.startswith("0."))
+    for of_rank in two_ranks.run(idle_on, modes):
+        for without, found in of_rank:
+            assert found == expected, "what one rank alone touches has its gradient on all"
+            assert {"idle.weight", "idle.bias"} <= set(without), "AdamW would let it decay"
+
+
 @pytest.mark.slow
 def test_gradients_of_several_batches_add_up_in_the_shards(two_ranks: RankPool) -> None:
     settings = [Sharded("fast", retain=0.5), Sharded("sharded")]

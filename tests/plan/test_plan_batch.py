@@ -4,12 +4,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from plan_cases import DATA, model, plan_here, planned, reason
+from plan_cases import DATA, formula, model, plan_here, planned, reason, tower
 
 from vembed.config.load import load_config
 from vembed.config.schema import Config
 from vembed.plan.batch import LEAST_STEPS, MOST_QUERIES, ROW_BYTES, plan_batch, plan_loading, step_batches
 from vembed.plan.devices import Machine, parse_devices
+from vembed.plan.memory import ModelSize
 from vembed.plan.plan import Plan
 from vembed.plan.problem import DataSize
 
@@ -79,6 +80,23 @@ def test_auto_without_gradient_caching_is_bounded_by_activations() -> None:
     assert 32 <= plain.batch.per_device < 4096
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_auto_without_gradient_caching_counts_the_activations_of_every_tower(order: int) -> None:
+    texts = replace(tower(3e7, 3e7, layers=4, hidden=256, tokens=32), items="texts")
+    pictures = replace(tower(3e8, 3e8, layers=24, hidden=1024, tokens=257), name="vision", items="pictures")
+    size = ModelSize(33 * 10**7, 33 * 10**7, 4, 512, (texts, pictures)[::order], estimated=False, checkpointable=False)
+    pairs = DataSize(10**6, 1.0, pictures_per_record=1.0, picture_bytes=600_000)
+    made = planned("1x24GB", size, "batch_size=auto", "use_gradient_cache=false", data=pairs)
+    assert (made.batch.per_device, made.fits) == (32, True)
+    assert "Activations grow with the batch" in reason(made, "batch_size auto")
+
+
+def test_auto_without_gradient_caching_counts_sampled_tokens_where_nothing_limits_them() -> None:
+    long = DataSize(10**6, 1.0, record_tokens=(300.0,) * 10)
+    made = planned("1x24GB", formula(max_length=None), "batch_size=auto", "use_gradient_cache=false", data=long)
+    assert (made.batch.per_device, made.fits) == (256, True)
+
+
 def test_nothing_is_accumulated_unless_a_number_is_set_and_steps_count_the_optimizers() -> None:
     none = planned("2xA100-80GB", 6e8, "batch_size=50")
     assert none.batch.accumulated == 1
@@ -125,6 +143,13 @@ def test_the_learning_rate_follows_the_effective_batch_as_asked(overrides: list[
     assert any(each.startswith("learning_rate ") for each in made.reasons) == (len(overrides) > 1)
 
 
+def test_the_learning_rate_follows_the_records_where_they_are_fewer_than_a_batch() -> None:
+    keys = ("batch_size=64", "learning_rate=1e-5", "lr_scaling=linear", "lr_reference_batch=100")
+    made = planned("8xA100-80GB", 6e8, *keys, data=replace(DATA, num_records=100))
+    assert made.batch.learning_rate == pytest.approx(1e-5), "a step sees 100 rows, not 512"
+    assert "= 512, of which an epoch has 100;" in reason(made, "effective batch")
+
+
 def test_one_process_takes_the_whole_batch_and_the_global_batch_wins() -> None:
     alone = plan_here()
     assert (alone.way.strategy, alone.world_size, alone.batch.per_device, alone.batch.total) == ("single", 1, 64, 64)
@@ -155,6 +180,13 @@ def test_steps_are_epochs_unless_max_steps_says_otherwise(overrides: list[str], 
 )
 def test_warmup_is_a_rounded_up_share_or_the_number_given(overrides: list[str], warmup: int) -> None:
     assert plan_here(*overrides).steps.warmup == warmup
+
+
+def test_a_warmup_as_long_as_the_run_is_told() -> None:
+    long, short = plan_here("epochs=2", "warmup_steps=32"), plan_here("epochs=2", "warmup_steps=31")
+    assert long.steps.total == 32
+    assert "warmup_steps 32 is not smaller than the 32 steps of the run" in reason(long, "warmup_steps")
+    assert not any(each.startswith("warmup_steps") for each in short.reasons)
 
 
 @pytest.mark.parametrize(

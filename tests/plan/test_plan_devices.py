@@ -28,6 +28,7 @@ from vembed.plan.devices import (
         *[("4x24GB", 1, 4, "device of 24 GB", 24), ("2x8xA100-40GB", 2, 16, "A100", 40), ("1xT4", 1, 1, "T4", 16)],
         *[("4xH200", 1, 4, "H200", 141), ("2xRTX4090", 1, 2, "RTX4090", 24)],
         *[("2xRTX 4090-24GB", 1, 2, "RTX 4090", 24), ("1xSomething-12.5GiB", 1, 1, "Something", 12.5)],
+        *[("8xA100 40GB", 1, 8, "A100", 40), ("8xA100-SXM4-40GB", 1, 8, "A100-SXM4", 40)],
     ],
 )
 def test_a_text_says_how_many_of_what(text: str, nodes: int, count: int, name: str, gib: float) -> None:
@@ -38,7 +39,11 @@ def test_a_text_says_how_many_of_what(text: str, nodes: int, count: int, name: s
 
 
 @pytest.mark.parametrize(
-    "text", ["", "8", "H100", "x8", "0x24GB", "4xUnheardOf", "4x0GB", "4x24GB-H100", "4x24TB", "-1xT4"]
+    "text",
+    [
+        *["", "8", "H100", "x8", "0x24GB", "4xUnheardOf", "4xL40", "4x0GB", "4x24GB-H100", "4x24TB", "-1xT4"],
+        "8xA100 40GB PCIe",
+    ],
 )
 def test_what_cannot_be_read_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ConfigError, match="8xH100-80GB"):
@@ -51,12 +56,15 @@ def test_the_names_that_drivers_give_find_their_figures() -> None:
         "NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "Tesla T4": "T4", "NVIDIA RTX A6000": "A6000", "NVIDIA A10G": "A10",
     }  # fmt: skip
     assert {name: find_known(name) for name in names} == {name: KNOWN_DEVICES[key] for name, key in names.items()}
-    assert find_known("Radeon") is None
+    assert [find_known(name) for name in ("Radeon", "NVIDIA L40", "NVIDIA RTX A4000", "NVIDIA RTX A1000")] == [None] * 4
 
 
 @pytest.mark.parametrize(
     ("text", "has_bf16"),
-    [("1xT4", False), ("2xv100", False), ("2xRTX 2080 Ti-11GB", False), ("2xRTX4090", True), ("1xL4", True)],
+    [
+        *[("1xT4", False), ("2xv100", False), ("2xRTX 2080 Ti-11GB", False)],
+        *[("2xRTX4090", True), ("1xRTX 2000 Ada-16GB", True), ("1xL4", True)],
+    ],
 )
 def test_devices_that_emulate_bfloat16_are_planned_without_it(text: str, has_bf16: bool) -> None:
     assert parse_devices(text).machine(8).fast_bf16 == has_bf16
@@ -71,6 +79,7 @@ def test_a_group_within_a_machine_is_joined_faster_than_one_over_several() -> No
 def test_this_machine_becomes_as_many_devices_as_it_has_processes() -> None:
     cpu = Machine("cpu", "the CPU", 4 * GIB, 2, fast_bf16=False)
     assert (Devices.of(cpu).count, Devices.of(cpu, 2).memory_bytes) == (1, 4 * GIB)
+    assert Devices.of(cpu, 2).tflops == Devices.of(cpu).tflops, "its cores are those of one process already"
     card = Machine("cuda", "NVIDIA H200", 139 * GIB, 16, fast_bf16=True)
     assert Devices.of(card, 16, 2).per_node == 8
     assert str(Devices.of(card, 16, 2)) == "16 x NVIDIA H200, 139.0 GiB each on 2 machines"

@@ -174,6 +174,13 @@ def test_every_way_that_the_devices_allow_is_weighed() -> None:
     assert {each.way.strategy for each in alone.candidates} == {"single"}
 
 
+@pytest.mark.parametrize(("batch_size", "length"), [(2, 2048), (4, 128), (64, 8)])
+def test_a_way_never_needs_more_in_small_calls_than_as_planned(batch_size: int, length: int) -> None:
+    for size in (model(6e8, tokens=length), formula(max_length=length)):
+        for candidate in planned("2xA100-80GB", size, f"batch_size={batch_size}").candidates:
+            assert candidate.least_bytes <= candidate.bytes_per_device.total, candidate.way
+
+
 def test_offloaded_shards_lie_in_the_hosts_memory() -> None:
     made = planned("4xA100-80GB", 1e9)
     offloaded = of(made, strategy="fsdp", cpu_offload=True, sharding_factor=4)

@@ -9,7 +9,7 @@ from plan_cases import DATA, model, planned, reason
 
 from vembed.config.load import load_config
 from vembed.errors import ConfigError
-from vembed.plan.devices import parse_devices
+from vembed.plan.devices import GIB, parse_devices
 from vembed.plan.plan import Plan, make_plan
 from vembed.plan.problem import FIT_FACTOR, FIT_SHARE, Way, reserve
 from vembed.plan.strategy import prior
@@ -215,6 +215,20 @@ def test_gradients_in_half_precision_are_never_added_up_in_shards() -> None:
     with pytest.raises(ConfigError, match="no way to train has all of use_fsdp true, fsdp_mode sharded"):
         planned("4xA100-80GB", halved, "torch_dtype=bfloat16", "use_lora=false", "use_fsdp=true", "fsdp_mode=sharded")
     assert planned("4xA100-80GB", 20e9, "use_lora=false", "use_fsdp=true", "fsdp_mode=sharded").way.mode == "sharded"
+
+
+def test_shards_that_the_hosts_memory_cannot_hold_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8B in float32: 4 devices with 29.8 GiB each."""
+    monkeypatch.setattr("vembed.plan.plan.cpu_memory_bytes", lambda: 128 * GIB)
+    config = load_config(None, ["model_name=m", "use_lora=false", "cpu_offload=true"]).config
+    devices = parse_devices("4x24GB")
+    here = replace(devices.machine(16), torch_version="2.15.0")
+    made = make_plan(config, here, model(8e9), DATA, devices=devices)
+    assert "take 119.2 GiB of the host's memory" not in " ".join(made.notes), "they fit"
+    monkeypatch.setattr("vembed.plan.plan.cpu_memory_bytes", lambda: 64 * GIB)
+    made = make_plan(config, here, model(8e9), DATA, devices=devices)
+    assert "4 devices take 119.2 GiB of the host's memory, which is 64.0 GiB" in reason(made, "cpu_offload")
+    assert not any("cpu_offload" in note for note in planned("4x24GB", 8e9, "cpu_offload=true").notes), "of other hosts"
 
 
 def test_weights_in_four_bits_are_never_sharded() -> None:

@@ -1,10 +1,10 @@
 """The plan in words: on one screen, in full, as a table, and its advice."""
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
-from plan_cases import DATA, plan_here, planned, tower
+from plan_cases import DATA, model, plan_here, planned, tower
 
 from vembed.plan.devices import GIB
 from vembed.plan.memory import ModelSize
@@ -28,6 +28,17 @@ def test_the_full_text_holds_every_fact_and_reason() -> None:
         assert any(line.startswith(start) and line.endswith(end) for line in lines), end
     plain = explain_fully(plan_here("use_gradient_cache=false"), facts={})
     assert any(line.split() == ["chunk", "the", "whole", "batch"] for line in plain.splitlines())
+
+
+@pytest.mark.parametrize("devices", ["1xA100-80GB", "4xA100-80GB"])
+def test_gradients_of_earlier_batches_are_among_the_parts(devices: str) -> None:
+    """The worst moment then holds more than each part at its own worst; no size is negative."""
+    made = planned(devices, 6e8, "batch_size=2", "gradient_accumulation_steps=8")
+    assert made.bytes_per_device.gradients > 6e8 * 4
+    for candidate in made.candidates:
+        sizes = asdict(candidate.bytes_per_device)
+        assert sum(sizes.values()) - 2 * sizes["apart"] == candidate.bytes_per_device.total
+        assert min(sizes.values()) >= 0, candidate.way
 
 
 def test_the_short_form_is_one_screen_with_the_way_its_reason_the_memory_and_the_time() -> None:
@@ -101,6 +112,22 @@ def test_the_ladder_goes_from_checkpointing_to_more_devices_with_numbers() -> No
     assert "GiB less" in ladder[2], "sharding 2.1B saves the most"
 
 
+@pytest.mark.parametrize(
+    ("keys", "more", "change"),
+    [
+        ("batch_size=8192", "batch_size=4096", "twice the devices, the same batch over all"),
+        ("use_fsdp=true batch_size=4096", "use_fsdp=true batch_size=4096", "twice the devices"),
+    ],
+)
+def test_twice_the_devices_take_what_a_plan_for_so_many_says(keys: str, more: str, change: str) -> None:
+    wide = replace(model(6e8), dimension=8192)  # embeddings of all devices count beside activations
+    here, there = planned("2x4xA100-80GB", wide, *keys.split()), planned("4x4xA100-80GB", wide, *more.split())
+    wider = replace(here.way, sharding_factor=2 * here.way.sharding_factor if here.way.mode else 1)
+    (needed,) = [candidate.least_bytes for candidate in there.candidates if candidate.way == wider]
+    (line,) = [line for line in here.oom_ladder if f" {change}: " in line]
+    assert f"{change}: {show_bytes(needed)} a device" in line
+
+
 def test_half_the_batch_is_half_of_its_pictures_too() -> None:
     towers = [tower(8e7, 8e7, layers=12, hidden=512, tokens=64) for _ in range(2)]
     both = (replace(towers[0], items="texts"), replace(towers[1], name="vision", items="pictures"))
@@ -128,3 +155,5 @@ def test_more_devices_are_weighed_from_one_on() -> None:
     assert lines[0].startswith("1: single")
     assert lines[2].startswith("4: ddp")
     assert [line.split(":")[0] for line in planned("2x8xA100-80GB", 6e8, scaled=True).scaling][-1] == "32 on 4 machines"
+    six = [line.split(":")[0] for line in planned("1x6xA100-80GB", 6e8, scaled=True).scaling]
+    assert six == ["1", "2", "4", "8 on 2 machines"], "no machine of six has eight"

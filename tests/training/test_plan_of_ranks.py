@@ -13,9 +13,9 @@ from vembed.config.load import load_config
 from vembed.config.schema import Config
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import Runtime
-from vembed.plan.devices import GIB, Machine
+from vembed.plan.devices import GIB, NETWORK, Machine, parse_devices
 from vembed.training import run as assembly
-from vembed.training.planning import build_plan
+from vembed.training.planning import _devices, build_plan, plan_elsewhere
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,6 +44,22 @@ def test_ranks_with_unequal_memory_agree_on_the_plan_for_the_smallest(two_ranks:
     assert first["dtype"] == "float32", "one of them only emulates bfloat16"
     assert any("other programs hold 60.0 GiB beside it" in reason for reason in first["reasons"])
     assert not any("other programs" in reason for reason in alone["reasons"])
+
+
+def test_machines_with_unequal_numbers_of_processes_are_all_counted() -> None:
+    machine = Machine("cuda", "H100", 79 * GIB, 8, fast_bf16=True)
+    for world_size, nodes in ((8, 1), (12, 2), (20, 3)):  # srun started 8, 8 and 4
+        runtime = Runtime(torch.device("cpu"), machine, Ranks(0, world_size), local_world_size=8)
+        assert _devices(runtime).nodes == nodes
+        assert _devices(runtime).bandwidth(world_size) == (450 if nodes == 1 else NETWORK)
+
+
+def test_devices_elsewhere_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vembed.training.planning.cpu_cores", lambda: 16)
+    config = load_config(None, ["model_name=builtin:tiny-transformer", "batch_size=8"]).config
+    for devices, cores in (("1x24GB", "16 cores"), ("2x4x24GB", "4 cores"), ("2x32x24GB", "1 core")):
+        made = plan_elsewhere(config, parse_devices(devices), shape=None, num_records=1000)
+        assert any(f": {cores} less 1 that training keeps busy" in reason for reason in made.reasons), devices
 
 
 @pytest.mark.slow

@@ -30,7 +30,13 @@ _PRECISIONS: Final[dict[str, dict[str, bool]]] = {
     "fp16": {"fp16": True, "bf16": False},
 }
 
-_STRATEGIES: Final = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+_STRATEGIES: Final = {
+    "1": "FULL_SHARD",
+    "2": "SHARD_GRAD_OP",
+    "3": "NO_SHARD",
+    "4": "HYBRID_SHARD",
+    "5": "HYBRID_SHARD_ZERO2",
+}
 """Older files number them."""
 
 _DEEPSPEED_MARKS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
@@ -102,13 +108,16 @@ def accelerate_settings(
         raise ConfigError(f"{origin} asks for mixed_precision {precision}; choose no, bf16 or fp16")
     # "no" is also what accelerate sets where nobody said anything.
     is_in_file = isinstance(content, dict) and "mixed_precision" in content
-    if precision != "no" or is_in_file or "--mixed_precision" in words:
+    options = {word.partition("=")[0].replace("-", "_") for word in words}  # it takes both - and _
+    if precision != "no" or is_in_file or "__mixed_precision" in options:
         settings.append(Setting(_PRECISIONS[precision], f"mixed_precision: {precision}"))
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
         settings += _fsdp(environ, process)
+    if (size := environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")) not in ("1", ""):
+        settings.append(Setting({"sharding_factor": int(size)}, f"parallelism_config_dp_shard_size: {size}"))
     if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         dynamo = f"dynamo_backend: {environ['ACCELERATE_DYNAMO_BACKEND']}"
-        settings.append(Setting({}, dynamo, "models are not compiled here"))
+        settings.append(Setting({}, dynamo, "no effect; the key compile does that"))
     return origin, settings
 
 
@@ -136,13 +145,16 @@ def _file_of(words: Sequence[str]) -> Path | None:
 
 def _fsdp(environ: Mapping[str, str], process: ProcessEnv) -> list[Setting]:
     """Return the settings of FSDP: version 1's strategies by name, version 2's by whether weights are resharded."""
+    is_whole = False
     if environ.get("FSDP_VERSION", "1") == "1":
         strategy = environ.get("FSDP_SHARDING_STRATEGY", "").upper()
         strategy = _STRATEGIES.get(strategy, strategy or "FULL_SHARD")
-        keys: dict[str, object] = {"use_fsdp": strategy != "NO_SHARD"}
-        if strategy.startswith("HYBRID_SHARD"):
-            keys["sharding_factor"] = process.local_world_size  # a copy on each machine
-        if strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
+        is_hybrid = strategy.startswith("HYBRID_SHARD")  # a copy on each machine, which one process has whole
+        is_whole = strategy == "NO_SHARD" or (is_hybrid and process.local_world_size == 1)
+        keys: dict[str, object] = {"use_fsdp": not is_whole}
+        if is_hybrid and not is_whole:
+            keys["sharding_factor"] = process.local_world_size
+        if not is_whole and strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
             keys["fsdp_mode"] = "lean"
         remark = (
             "carried out with FSDP 2, which wraps each transformer block, prefetches by itself, keeps the original "
@@ -154,7 +166,10 @@ def _fsdp(environ: Mapping[str, str], process: ProcessEnv) -> list[Setting]:
         if environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "false":
             settings.append(Setting({"fsdp_mode": "lean"}, "fsdp_reshard_after_forward: false"))
     if _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
-        settings.append(Setting({"cpu_offload": True}, "fsdp_offload_params: true"))
+        offload = {} if is_whole else {"cpu_offload": True}
+        settings.append(
+            Setting(offload, "fsdp_offload_params: true", "no effect: nothing is sharded" if is_whole else "")
+        )
     if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
         settings.append(Setting({"gradient_checkpointing": True}, "fsdp_activation_checkpointing: true"))
     return settings

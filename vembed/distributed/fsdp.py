@@ -14,9 +14,10 @@ whole batch. fast gathers before the first chunk and reduces after the last, so 
 and one that runs out of memory leaves no other one waiting. In the other modes every encoder call is a collective.
 
 A step has many backwards and torch cleans up at the end of each; what a rank's rows don't touch it leaves out of its
-reduction. So a step ends with a closing call: the units are called once more, with forwards that compute nothing and
-give every weight a gradient of zero, and its backward reduces what the others have left. All of it is public: hooks run
-around whatever `forward` a module has.
+reduction. So a step ends with a closing call: the units are called once more, with forwards that compute nothing, and
+its backward reduces what the others have left. In it, every weight that some rank's rows have touched gets a gradient
+of zero; one that no rank has touched gets none, as on one device. All of it is public: hooks run around whatever
+`forward` a module has.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class ShardedEncoder:
         self._units = [module for module in encoder.modules() if isinstance(module, FSDPModule)]  # the root is first
         self._whole = [weight for weight in self.parameters if not isinstance(weight, DTensor)]
         self._start = torch.zeros((), device=device)  # input of calls that compute nothing
+        self._unsharded: list[Tensor] = []  # fast: the whole weights that train, in the same order on all ranks
+        self._touched: set[int] = set()  # which of them this rank's rows have given a gradient in this step
 
     @property
     def needs_equal_calls(self) -> bool:
@@ -81,16 +84,23 @@ class ShardedEncoder:
     def allocate(self) -> None:
         """Make the tensors that whole weights live in: made in an evaluation, they could not be trained."""
         with torch.no_grad():
-            self._call_units(self._start, all_units=False)  # tells torch which unit is the root
+            self._call_units(self._start)  # tells torch which unit is the root
         for unit in self._units:
             unit.unshard()
+            if self.mode == "fast":
+                weights = cast("nn.Module", unit).parameters()
+                self._unsharded += [each for each in weights if each.requires_grad and not isinstance(each, DTensor)]
             unit.reshard()
+        touched = self._touched  # a hook that held this object, or the weights, would keep them alive for ever
+        for index, weight in enumerate(self._unsharded):
+            weight.register_post_accumulate_grad_hook(lambda _, index=index: touched.add(index))
 
     def begin(self) -> None:
         """Get ready for the chunks of a step; the parameters hold no gradient."""
         self._root.set_requires_gradient_sync(self.mode == "sharded")
         self._root.set_is_last_backward(is_last_backward=False)
         if self.mode == "fast":
+            self._touched.clear()
             # Before the chunks rather than in the first of them: all ranks gather alike, whatever they encode.
             self.reshard()
             for unit in self._units:
@@ -114,7 +124,7 @@ class ShardedEncoder:
                 errors.append(error)
 
         outer = _InBackward.apply(self._start.clone().requires_grad_(), run)
-        self._call_units(outer, all_units=False).backward()
+        self._call_units(outer).backward()
         if errors:
             raise errors.pop()  # which leaves no cycle that would keep the tensors of its traceback
 
@@ -122,7 +132,12 @@ class ShardedEncoder:
         """Add up the gradients of all ranks; those of the shards are in `.grad` of `parameters`."""
         self._root.set_requires_gradient_sync(requires_gradient_sync=True)
         self._root.set_is_last_backward(is_last_backward=True)
-        self._call_units(self._start.clone().requires_grad_(), all_units=self.mode == "fast").backward()
+        touched: set[Tensor] | None = None
+        if self.mode == "fast":
+            flags = [float(index in self._touched) for index in range(len(self._unsharded))]
+            num_ranks = self.ranks.sum_(torch.tensor(flags, device=self._start.device)).tolist()
+            touched = {weight for weight, number in zip(self._unsharded, num_ranks, strict=True) if number}
+        self._call_units(self._start.clone().requires_grad_(), touched).backward()
         self.reshard()
         self.ranks.sum_gradients(self._whole)
 
@@ -136,13 +151,13 @@ class ShardedEncoder:
         """Free whole weights, so that the encoder's parameters are the shards."""
         reshard(self.encoder)
 
-    def _call_units(self, x: Tensor, *, all_units: bool) -> Tensor:
+    def _call_units(self, x: Tensor, touched: set[Tensor] | None = None) -> Tensor:
         """Call the root, or all units, with forwards that return a scalar as it came.
 
         Args:
-            all_units: Whether the blocks are called too and every weight gets a gradient of zero, a unit's at a time.
+            touched: Whole weights that get a gradient of zero, a unit's at a time; None calls the root alone.
         """
-        root, blocks = self._units[0], self._units[1:] if all_units else []
+        root, blocks = self._units[0], [] if touched is None else self._units[1:]
         in_blocks = {module for block in blocks for module in cast("nn.Module", block).modules()}
 
         def pass_on(unit: Any) -> Callable[[Tensor], Tensor]:
@@ -150,13 +165,13 @@ class ShardedEncoder:
             def forward(x: Tensor) -> Tensor:
                 for block in blocks if unit is root else []:
                     x = nn.Module.__call__(cast("nn.Module", block), x)  # a layer may checkpoint in its own __call__
-                if not all_units:
+                if touched is None:
                     return x
                 for module in unit.modules():
                     if unit is root and module in in_blocks:
                         continue  # the block's own call gives its weights their gradient
                     for weight in module.parameters(recurse=False):
-                        if weight.requires_grad:
+                        if weight in touched:
                             x = x + weight.flatten()[:0].sum()  # adds 0, and a gradient of zero in the weight's shape
                 return x
 

@@ -243,19 +243,32 @@ class Ranks:
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Add the gradients of parameters up over the ranks, in at least float32.
 
-        What a rank's rows didn't touch counts as zero there, so that no rank waits for another. Their order is the same
-        on every rank. The sums have the type that each parameter asks of its gradient (`grad_dtype`).
+        What a rank's rows didn't touch counts as zero there, so that no rank waits for another; what no rank's rows
+        touched has no gradient afterwards, as on one rank, so that the optimizer leaves it alone. Their order is the
+        same on every rank. The sums have the type that each parameter asks of its gradient (`grad_dtype`).
         """
         if self.is_one:
             return
+        idle: list[Tensor] = []  # what this rank's rows didn't touch
+        users: list[Tensor] = []  # for each of them, how many ranks' rows did
         for bucket in _buckets(parameters, self.bucket_bytes):
             # At least float32: what one rank adds to the sum of many would be lost in bfloat16's rounding.
             dtype = torch.promote_types(bucket[0].dtype, torch.float32)
+            missing = [index for index, weight in enumerate(bucket) if weight.grad is None]
             gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in bucket]
-            flat = torch.cat([gradient.to(dtype).flatten() for gradient in gradients])
+            touched = torch.ones(len(bucket), dtype=dtype, device=bucket[0].device)
+            touched[missing] = 0
+            flat = torch.cat([*(gradient.to(dtype).flatten() for gradient in gradients), touched])
             self.sum_(flat)
-            for parameter, gradient in zip(bucket, flat.split([weight.numel() for weight in bucket]), strict=True):
+            *sums, counts = flat.split([*(weight.numel() for weight in bucket), len(bucket)])
+            for parameter, gradient in zip(bucket, sums, strict=True):
                 parameter.grad = gradient.view_as(parameter).to(parameter.grad_dtype)
+            idle += [bucket[index] for index in missing]
+            users.append(counts[missing])
+        if idle:  # read all at once, as reading waits for the device
+            for parameter, count in zip(idle, torch.cat(users).tolist(), strict=True):
+                if count == 0:
+                    parameter.grad = None
 
 
 def _padded(x_RE: Tensor, num_rows: int) -> Tensor:

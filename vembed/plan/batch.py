@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -88,11 +89,13 @@ def plan_batch(config: Config, devices: Devices, model: ModelSize, data: DataSiz
             why += f"; gradient_accumulation_steps is {asked}, but no step goes beyond an epoch"
         if left := num_batches % accumulated:
             why += f"; the last step of an epoch takes the {plural(left, 'batch', 'batches')} left"
-    effective = total * accumulated
+    effective = min(total * accumulated, data.num_records)  # no step goes beyond an epoch
     across = f"{devices.count} device{'s' if devices.count > 1 else ''}"
     is_even = per_device * devices.count == total
     size = f"{per_device} x {across}" if is_even else f"{total} over {across}"
-    reasons.append(f"effective batch: {size} x {accumulated} accumulated = {effective}; {why}")
+    asked = total * accumulated
+    whole = f"{asked}" if asked == effective else f"{asked}, of which an epoch has {effective}"
+    reasons.append(f"effective batch: {size} x {accumulated} accumulated = {whole}; {why}")
 
     # The noise of a gradient falls with the root of its batch: `linear` follows SGD's rule (Goyal et al., 2017), `sqrt`
     # the one for Adam (Malladi et al., 2022).
@@ -128,8 +131,15 @@ def _auto_batch(config: Config, devices: Devices, model: ModelSize, data: DataSi
         epochs, passed = config.epochs, data.num_records * config.epochs
         name = f"{LEAST_STEPS} steps of the {passed} records of {epochs} epochs, but {LEAST_QUERIES} at least"
         bounds[name] = max(LEAST_QUERIES, passed // LEAST_STEPS)
+    chunked = "Chunks keep activations the same whatever the batch"
     if config.use_gradient_cache is False:
-        query_bytes = rows * model.towers[0].saved.of(1, model.max_length or 1)
+        pictures = min(rows, data.pictures_per_record)
+        num_items = {"pictures": pictures, "texts": rows - pictures, "all": rows}  # of a query, by who encodes them
+        sampled = statistics.mean(data.record_tokens) / rows if data.record_tokens else 1  # tokens, where without limit
+        query_bytes = sum(
+            num_items[tower.items] * tower.saved.of(1, tower.max_tokens or sampled) for tower in model.towers
+        )
+        chunked = "Activations grow with the batch, which is encoded in one call"
         name = f"activations of {show_bytes(query_bytes)} a query, not cached, in half of {device}"
         bounds[name] = int(devices.memory_bytes // 2 / query_bytes) * devices.count
     tightest = min(bounds, key=lambda name: bounds[name])
@@ -138,8 +148,7 @@ def _auto_batch(config: Config, devices: Devices, model: ModelSize, data: DataSi
     listed = "; ".join(f"{name}: {bound}" for name, bound in bounds.items())
     return per_device, (
         f"batch_size auto: {per_device} a device, the largest power of two under {most} = {bounds[tightest]} "
-        f"({tightest}) / {devices.count}; bounds of a whole batch: {listed}. Chunks keep activations the same whatever "
-        f"the batch"
+        f"({tightest}) / {devices.count}; bounds of a whole batch: {listed}. {chunked}"
     )
 
 
@@ -235,7 +244,7 @@ def plan_loading(
     else:
         spare = max(0, machine.num_cores - machine.num_busy_cores)
         num_workers = min(MOST_WORKERS, spare)
-        cores = f"{machine.num_cores} cores less {machine.num_busy_cores} that training keeps busy"
+        cores = f"{plural(machine.num_cores, 'core')} less {machine.num_busy_cores} that training keeps busy"
         work = "decode" if data.pictures_per_record else "tokenize"
         why = f"{cores} leave {spare}, of which at most {MOST_WORKERS} {work}"
     if config.num_workers == "auto" and num_workers * batch_bytes > budget:

@@ -110,7 +110,7 @@ def weigh(problem: PlanningProblem, way: Way) -> Candidate:
     return Candidate(
         way=way,
         bytes_per_device=sizes,
-        least_bytes=least.total,
+        least_bytes=min(least.total, sizes.total),  # a batch that is smaller than a small call takes less
         host_bytes=host_bytes,
         fits=sizes.total <= limit and (way.gradient_cache or keeps_all),
         chunks=chunks,
@@ -200,7 +200,9 @@ def _at_worst(problem: PlanningProblem, way: Way, parts: BytesPerDevice, chunks:
         fresh=late if way.mode == "sharded" else value * max(tower.largest_tensor for tower in model.towers),
         held=problem.config.gradient_accumulation_steps not in ("auto", 1),
     )
-    return replace(parts, apart=parts.total - worst.total)
+    # The worst moment may hold more than the parts: gradients of earlier batches, or a fresh one of the largest tensor.
+    more = max(0, worst.total - parts.total)
+    return replace(parts, gradients=parts.gradients + more, apart=max(0, parts.total - worst.total))
 
 
 @dataclass(frozen=True, slots=True)

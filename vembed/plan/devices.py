@@ -132,9 +132,9 @@ KNOWN_DEVICES: Mapping[str, Known] = {
     "V100": Known(32, 125, 150),
     "T4": Known(16, 65, 12),
 }
-"""The longest name that a device's own name holds, spaces left out, is taken."""
+"""The longest name that a device's own name holds, spaces left out, is taken; no digit follows: an A4000 is no A40."""
 
-WITHOUT_BF16 = ("V100", "P100", "T4", "RTX20", "QUADRORTX", "TITAN", "GTX")
+WITHOUT_BF16 = ("V100", "P100", "T4", "RTX206", "RTX207", "RTX208", "QUADRORTX", "TITAN", "GTX")
 """Parts of the names of devices that only emulate bfloat16."""
 
 UNKNOWN_DEVICE = Known(0, 100, 20)
@@ -163,8 +163,7 @@ class Devices:
     def of(cls, machine: Machine, count: int = 1, nodes: int = 1) -> Devices:
         """Return so many devices like the machine's."""
         if machine.device == "cpu":
-            # Processes of one machine share its cores.
-            speed = CPU_TFLOPS_PER_CORE * max(1, machine.num_cores // max(1, count // nodes))
+            speed = CPU_TFLOPS_PER_CORE * machine.num_cores
             return cls(machine.device_name, count, machine.memory_bytes, speed, CPU_LINK, nodes)
         figures = find_known(machine.device_name)
         known = figures or UNKNOWN_DEVICE
@@ -192,15 +191,17 @@ class Devices:
 
 def find_known(name: str) -> Known | None:
     """Return the figures of a device by its name, e.g. "NVIDIA H100 80GB HBM3"; None when it isn't in the table."""
-    names = [known for known in KNOWN_DEVICES if known in _plain(name)]
-    return KNOWN_DEVICES[max(names, key=len)] if names else None  # "L4" is in "L40S", too
+    names = [known for known in KNOWN_DEVICES if re.search(rf"{known}(?!\d)", _plain(name))]
+    return KNOWN_DEVICES[max(names, key=len)] if names else None
 
 
 def _plain(name: str) -> str:
-    return name.upper().replace(" ", "").replace("-", "").replace("_", "")
+    # What stands between two numbers stays: "H100 80GB" is no H10080.
+    return re.sub(r"(?<!\d)[ _-]+|[ _-]+(?!\d)", "", name.upper())
 
 
-_FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:([A-Za-z][\w ]*?)(?:-|$))?(?:(\d+(?:\.\d+)?)\s*Gi?B)?", re.IGNORECASE)
+_FORM = re.compile(r"(?:(\d+)x)?(\d+)x(?:([A-Za-z][\w -]*?)(?:[ _-]|$))?(?:(\d+(?:\.\d+)?)\s*Gi?B)?", re.IGNORECASE)
+_MEMORY = re.compile(r"\d\s*Gi?B", re.IGNORECASE)
 _EXAMPLES = "such as 8xH100-80GB, 4x24GB, or 2x8xA100-40GB for two machines of eight"
 
 
@@ -214,7 +215,7 @@ def parse_devices(text: str) -> Devices:
         ConfigError: It can't be read, or names a device without its memory that isn't in the table.
     """
     match = _FORM.fullmatch(text.strip())
-    if match is None:
+    if match is None or (match[4] is None and _MEMORY.search(text)):  # a memory that would be taken for a name
         raise ConfigError(f"--devices {text!r} can't be read; write NUMBERxNAME-MEMORY, {_EXAMPLES}")
     nodes, count = int(match[1] or 1), int(match[2])
     if nodes < 1 or count < 1:

@@ -221,7 +221,7 @@ class BytesPerDevice:
     """Peak memory of a step on one device, in bytes."""
 
     parameters: int  # weights, those that are whole during the step or this device's shards
-    gradients: int  # of what trains
+    gradients: int  # of what trains; with accumulation also those of earlier batches
     optimizer: int  # AdamW's two moments
     activations: int  # of the encoder calls whose graphs live at once
     loss: int  # this device's embeddings, their gradients, and blocks of the similarity matrix

@@ -22,7 +22,7 @@ from vembed.plan.strategy import choose
 from vembed.plan.text import decision_tree, oom_ladder, scaling_lines, zero_stages
 from vembed.redact import redact_value
 from vembed.registry import plugin_lines
-from vembed.text import show_bytes, show_count
+from vembed.text import plural, show_bytes, show_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -222,10 +222,21 @@ def make_plan(
     # The decisions.
     packing, packing_reason = plan_packing(config, machine, model)
     chosen, candidates, why = choose(problem)
+    held_bytes = chosen.host_bytes * devices.per_node
+    if machine.torch_version and held_bytes > FIT_SHARE * host_bytes:  # without a version it is another machine's host
+        notes.append(
+            f"cpu_offload: the shards of {plural(devices.per_node, 'device')} take {show_bytes(held_bytes)} of the "
+            f"host's memory, which is {show_bytes(host_bytes)}: the system may kill the run"
+        )
     eval_rows, eval_tokens, eval_notes = evaluation_calls(problem, chosen)
     steps, step_notes = plan_steps(config, batch, data.num_records)
     if config.batch_sampling != "classes":  # batches of classes are made otherwise
         notes += step_notes
+    if config.warmup_steps is not None and steps.warmup >= steps.total:
+        notes.append(
+            f"warmup_steps {steps.warmup} is not smaller than the {plural(steps.total, 'step')} of the run, so the "
+            f"learning rate never reaches its peak"
+        )
     num_workers, batches_ahead, loading_reason = plan_loading(
         config, machine, data, num_queries=rows.num_queries, host_bytes=host_bytes, num_processes=devices.per_node
     )

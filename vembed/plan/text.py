@@ -6,6 +6,7 @@ widths to its renderers. The report of a run shows plan.json as a page.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -290,10 +291,12 @@ def oom_ladder(problem: PlanningProblem, chosen: Candidate) -> Iterator[str]:
         strategy: Strategy = "fsdp_lora" if way.use_lora else "fsdp"
         sharded = Way(strategy, True, way.gradient_checkpointing, way.use_lora, "sharded", count)
         changes[key] = weigh(problem, sharded)
-    changes["half the batch"] = weigh(_half_batch(problem), way)
-    doubled = replace(problem, devices=replace(problem.devices, count=2 * count))
-    if way.mode is None:
-        changes["twice the devices, the same batch over all"] = weigh(_half_batch(doubled), way)
+    halved, doubled = _half_batch(problem), _on(problem, 2 * count)
+    changes["half the batch"] = weigh(halved, way)
+    if way.mode is None:  # each device has half the rows, and the embeddings of as many as before
+        rows = replace(problem.rows, num_queries=halved.rows.num_queries, num_documents=halved.rows.num_documents)
+        shared = replace(doubled, rows=rows, num_pictures=halved.num_pictures)
+        changes["twice the devices, the same batch over all"] = weigh(shared, way)
     else:
         wider = replace(way, sharding_factor=2 * way.sharding_factor)
         changes["twice the devices"] = weigh(doubled, wider)
@@ -346,10 +349,10 @@ def scaling_lines(problem: PlanningProblem) -> Iterator[str]:
     most = max(8, 2 * problem.devices.count)
     count = 1
     while count <= most:
-        chosen = choose(_on(problem, count))[0]
+        spread = _on(problem, count)
+        chosen = choose(spread)[0]
         fits = "" if chosen.fits else " (too much)"
-        nodes = max(1, count // problem.devices.per_node)
-        where = f" on {nodes} machines" if nodes > 1 else ""
+        where = f" on {spread.devices.nodes} machines" if spread.devices.nodes > 1 else ""
         yield (
             f"{count}{where}: {chosen.way}, {show_bytes(chosen.bytes_per_device.total)} each{fits}, speed "
             f"{count * chosen.relative_speed:.3g}, {chosen.scaling_efficiency:.0%} of each step computes"
@@ -360,7 +363,7 @@ def scaling_lines(problem: PlanningProblem) -> Iterator[str]:
 def _on(problem: PlanningProblem, count: int) -> PlanningProblem:
     """Return the problem for another number of devices, each with its present batch."""
     rows, devices = problem.rows, problem.devices
-    nodes = max(1, count // devices.per_node)
+    nodes = math.ceil(count / devices.per_node)
     return replace(
         problem,
         config=problem.config.model_copy(update={"sharding_factor": "auto"}),  # which may not divide that number

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+_PARTS_OF_SHARDING = {"sharding_factor", "fsdp_mode", "cpu_offload"}
+
+
 def under_launcher(config: Config, sources: Mapping[str, str]) -> tuple[Config, str, tuple[str, ...]]:
     """Lay what the launcher asks for under a configuration.
 
@@ -36,7 +39,8 @@ def under_launcher(config: Config, sources: Mapping[str, str]) -> tuple[Config, 
         taken, kept = _judge(config, setting.keys, sources)
         added |= taken
         shown = ", ".join(f"{key}: {_show(value)}" for key, value in taken.items())
-        parts = [part for part in (shown, *kept, setting.remark) if part]
+        remark = setting.remark if taken or not setting.keys else ""  # of nothing where the user's word wins
+        parts = [part for part in (shown, *kept, remark) if part]
         notes.append(f"{origin} says {setting.words}: {'; '.join(parts)}")
     if added:
         # Only what was set: defaults would count as the user's own words from here on.
@@ -62,7 +66,7 @@ def _judge(
         elif configured != value:
             kept.append(f"the configuration says {key}: {_show(configured)} ({sources.get(key, 'set')}), which wins")
     off = config.use_fsdp is False or config.sharding_factor == 1
-    if off and keys.get("use_fsdp") is True:  # then the parts of it have nothing to act on
+    if off and (keys.get("use_fsdp") is True or keys.keys() & _PARTS_OF_SHARDING):  # which have nothing to act on then
         where = "use_fsdp" if config.use_fsdp is False else "sharding_factor"
         return {}, [f"the configuration says {where}: {_show(getattr(config, where))}, which wins"]
     return taken, kept

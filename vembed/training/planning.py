@@ -187,7 +187,7 @@ def plan_elsewhere(config: Config, devices: Devices | None, *, shape: str | None
         runtime = start_runtime(deterministic=False, num_processes=config.num_processes, plans_only=True)
         machine, devices = runtime.machine, _devices(runtime)
     else:
-        machine = devices.machine(cpu_cores())
+        machine = devices.machine(max(1, cpu_cores() // devices.per_node))  # which the processes of a machine share
     model = measured_model(config, machine, name=shape)
     shows = any(tower.items == "pictures" for tower in model.towers)
     assumed = "one query and one picture" if shows else "one query and one document"
@@ -204,8 +204,9 @@ def plan_elsewhere(config: Config, devices: Devices | None, *, shape: str | None
 
 def _devices(runtime: Runtime) -> Devices:
     """Return all devices of the run; a process that only plans stands for those of its machine."""
-    world_size = max(runtime.ranks.world_size, runtime.local_world_size)
-    return Devices.of(runtime.machine, world_size, nodes=max(1, world_size // runtime.local_world_size))
+    # Rounded up: srun may start unequal numbers of processes on its machines.
+    nodes = math.ceil(runtime.world_size / runtime.local_world_size)
+    return Devices.of(runtime.machine, runtime.world_size, nodes)
 
 
 def _direction_notes(config: Config, data: RunData) -> list[str]:

@@ -333,6 +333,10 @@ class CheckpointManager:
                 names.append(target.name)
             if names:
                 fsync_path(self.folder)
+            # A BEST that names a later step would mark what the run is about to save of that step. Last, and whether or
+            # not anything was renamed: a kill may have come between, or the later folders were deleted by hand.
+            if (self._pointed(BEST) or 0) > step:
+                (self.folder / BEST).unlink()
             return names
 
         moved = [self.folder / name for name in self.ranks.from_first(rename)]

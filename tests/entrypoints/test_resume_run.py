@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,7 +40,6 @@ from vembed.training.saving import RunCheckpoints, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kit.warm import WarmProcess
 
@@ -462,6 +462,20 @@ def test_resuming_with_another_learning_rate_is_refused_and_shows_both(stopped: 
     assert "batch_size: 16 in the checkpoint, 8 now" in refused.err
     assert "resume=never overwrite_output_dir=true" in refused.err
     assert (stopped.parent / "out/config.yaml").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_resumed_run_holds_no_file_of_its_checkpoint(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that a process has mapped keeps its place on the disk, also once its folder is deleted."""
+    train_step, mapped = TrainingLoop.train_step, []
+
+    def look(self: TrainingLoop, number: int) -> Any:
+        mapped.append("step-00000008" in Path("/proc/self/maps").read_text("utf-8"))
+        return train_step(self, number)
+
+    monkeypatch.setattr(TrainingLoop, "train_step", look)
+    assert run_here(stopped).code == 0
+    assert mapped == [False] * 4
 
 
 @pytest.mark.slow

@@ -301,7 +301,7 @@ class Run:
     loss: BatchLoss
     sampler: GlobalSampler  # which records make up which batch
     sharded: ShardedEncoder | None  # handle of an encoder that the ranks share; None where each has a copy
-    checkpoint: LoadedCheckpoint | None  # to continue from
+    checkpoint: LoadedCheckpoint | None  # to continue from; without its tensors once they are restored
     hard: HardVectors | None = None  # items that hard batches are chosen by
     frozen: FrozenItems | None = None  # items of towers that don't train: encoded once
     teacher: Teacher | None = None
@@ -470,6 +470,8 @@ def _train(run: Run, plan_text: str, stop: StopSignal | None) -> RunResult:
     run.encoder.train()
     if run.checkpoint is not None:
         run.state = run.checkpoints.restore(run.checkpoint)
+        # Its files are mapped, and a mapped file keeps its place on the disk, also when its folder is deleted later.
+        run.checkpoint = replace(run.checkpoint, tensors={})
         run.checkpoints.manager.set_aside_after(run.state.step)
     if ranks.is_first:
         step = run.state.step

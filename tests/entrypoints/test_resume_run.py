@@ -479,6 +479,17 @@ def test_a_resumed_run_holds_no_file_of_its_checkpoint(stopped: Path, monkeypatc
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_is_a_file_or_a_link_to_nothing_is_skipped(stopped: Path) -> None:
+    folder = stopped.parent / "out/checkpoints"
+    (folder / "step-00000009").write_text("")
+    (folder / "step-00000010").symlink_to(folder / "moved-away")
+    resumed = run_here(stopped)
+    assert resumed.code == 0, resumed.err
+    assert "step-00000010 skipped" in resumed.out + resumed.err
+    assert "continuing from " + str(folder / "step-00000008") in resumed.out
+
+
+@pytest.mark.slow
 def test_resuming_with_other_logging_steps_is_allowed_and_said(stopped: Path, whole_bert: Path) -> None:
     checkpoint = stopped.parent / "out/checkpoints/step-00000008"
     manifest = json.loads((checkpoint / "manifest.json").read_text())

@@ -25,8 +25,10 @@ import shutil
 from typing import TYPE_CHECKING, Final, Literal
 
 from vembed.checkpoint.format import (
+    BEST,
     DISK_MARGIN,
     JSON,
+    LATEST,
     FutureCheckpointError,
     IncompleteCheckpointError,
     InvalidCheckpointError,
@@ -51,8 +53,6 @@ if TYPE_CHECKING:
     from vembed.distributed.ranks import Ranks
 
 MAX_FAILURES: Final = 3
-LATEST: Final = "LATEST"
-BEST: Final = "BEST"
 
 _SAVING: Final = ".saving-"
 _DELETING: Final = ".deleting-"

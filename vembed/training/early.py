@@ -142,7 +142,8 @@ def refuse_other_place(checkpoint: Path, output: OutputFolder) -> None:
     Raises:
         ConfigError: The checkpoint isn't among those of the output folder.
     """
-    if checkpoint.resolve().parent != output.checkpoints.resolve():
+    # The checkpoint may be a link, out of the folder to a larger disk or into it from elsewhere.
+    if output.checkpoints.resolve() not in (checkpoint.parent.resolve(), checkpoint.resolve().parent):
         raise ConfigError(
             f"resume: {checkpoint} is not in {output.checkpoints}, and a run continues only beside its baseline and "
             f"its metrics.jsonl; set output_dir to the folder of the run that the checkpoint is of"

@@ -218,6 +218,18 @@ def test_a_checkpoint_that_is_linked_from_another_disk_is_one_of_its_folder(data
         refuse_other_place(elsewhere, output)
 
 
+def test_a_checkpoint_is_named_from_the_users_home(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(data.parent))
+    checkpoint = data.parent / "out" / "checkpoints" / "step-00000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").touch()
+    stamp = {"config": plain_values(configured(data)), "config_hash": "", "strategy": "single", "world_size": 1}
+    write_manifest(checkpoint, Manifest(4, False, stamp, {}, {"state.json": FileEntry(0, "")}))
+    refuse_wrong_output(configured(data, resume="~/out/checkpoints/step-00000004"))
+    with pytest.raises(ConfigError, match=f"the newest one nearby is {checkpoint}"):
+        refuse_wrong_output(configured(data, resume="~/out/checkpoints/step-00000005"))
+
+
 LISTED = [
     {"loss_type": "triplet", "triplet_negatives": "listed"},
     {"hardness_mode": "hard_negatives"},

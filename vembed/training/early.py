@@ -202,7 +202,7 @@ def _refuse_unread(config: Config, modalities: Mapping[str, Collection[Modality]
 def _newest_checkpoint(config: Config, output: OutputFolder) -> Path | None:
     """Return the checkpoint that the run would continue from, as far as the sizes of its files tell."""
     if config.resume != "auto":
-        named = Path(config.resume)
+        named = home_path(config.resume)
         refuse_other_folder(named)
         refuse_other_place(named, output)
         return named

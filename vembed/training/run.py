@@ -37,6 +37,7 @@ from vembed.distributed.shards import total_norm
 from vembed.distributed.signals import StopSignal
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, MachineError, PreemptedError
+from vembed.files import home_path
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.memory import out_of_memory_advice
@@ -511,7 +512,7 @@ def find_checkpoint(config: Config, runtime: Runtime, output: OutputFolder) -> L
 
     # A broken newest checkpoint is skipped for the one before it; one that is named must be whole.
     manager = CheckpointManager(output.checkpoints, keep_last=config.save_total_limit, ranks=runtime.ranks)
-    source: Literal["auto"] | Path = "auto" if config.resume == "auto" else Path(config.resume)
+    source: Literal["auto"] | Path = "auto" if config.resume == "auto" else home_path(config.resume)
     checkpoint = manager.load(source, required=[*PARTS, "run", "updater"], check=check)
     if checkpoint is None:
         lost = len(read_rows(output.path / "metrics.jsonl")) if runtime.ranks.is_first else 0

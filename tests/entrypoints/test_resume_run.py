@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import random
@@ -494,12 +495,16 @@ def test_resuming_with_other_logging_steps_is_allowed_and_said(stopped: Path, wh
     checkpoint = stopped.parent / "out/checkpoints/step-00000008"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["stamp"]["config_hash"] = "0" * 64  # of a version that hashed other keys
+    manifest["packages"] |= {"torch": "1.0", "gone": "3"}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     reseal(checkpoint)
     resumed = run_here(stopped, "--config_override", "logging_steps=3", "save_steps=2", "eval_batch_size=3")
     assert resumed.code == 0, resumed.err
     assert "step-00000008" in resumed.out.partition("continuing from")[2].splitlines()[0]
     assert "resume: logging_steps was 1 and is 3 now" in resumed.out
+    version = importlib.metadata.version("torch")
+    assert f"resume: torch was 1.0 and is {version} now: numbers agree to rounding" in resumed.out
+    assert resumed.out.count("resume: ") == 5, "what is as it was isn't said"
     assert resumed.same_rows == [tuple(row[key] for key in ("step", "epoch", "loss", "learning_rate", "grad_norm"))
                                  for row in metric_rows(whole_bert)]  # fmt: skip
 

@@ -524,6 +524,13 @@ def find_checkpoint(config: Config, runtime: Runtime, output: OutputFolder) -> L
     assert isinstance(saved, dict)
     for difference in accepted_differences(checkpoint.path, saved, config):
         _log.info("resume: %s was %r and is %r now", difference.key, difference.old, difference.new)
+    versions = package_versions()
+    for package, before in checkpoint.packages.items():
+        if (now := versions.get(package, before)) != before:
+            _log.info(
+                "resume: %s was %s and is %s now: numbers agree to rounding and no longer bit for bit",
+                package, before, now,
+            )  # fmt: skip
     _log.info("resume: continuing from %s", checkpoint.path)
     return checkpoint
 

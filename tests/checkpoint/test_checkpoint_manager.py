@@ -251,3 +251,19 @@ def test_going_back_sets_later_checkpoints_aside_and_deletes_nothing(
     assert manager.best() is None
     assert save_step(manager, 200) == tmp_path / "step-00000200"
     assert [path.name for path in manager.set_aside_after(100)] == ["abandoned-2-step-00000200"]
+
+
+def test_a_step_done_again_after_going_back_is_not_the_best_because_its_abandoned_twin_was(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=3)
+    for step in (100, 200):
+        save_step(manager, step, best=True)
+    manager.set_aside_after(100)
+    save_step(manager, 200)
+    assert manager.best() == tmp_path / "step-00000100"
+    assert (tmp_path / "BEST").read_text() == "step-00000100\n"
+    # The same where the kill came between the renaming and the pointer, or a user deleted the later folder.
+    (tmp_path / "BEST").write_text("step-00000200\n")
+    shutil.rmtree(tmp_path / "step-00000200")
+    assert manager.set_aside_after(100) == []
+    save_step(manager, 200)
+    assert manager.best() == tmp_path / "step-00000100"

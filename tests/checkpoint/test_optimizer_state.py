@@ -106,6 +106,30 @@ def test_a_resumed_optimizer_takes_the_same_steps_as_one_that_never_stopped(
         assert torch.equal(tensor, resumed.state_dict()[name])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_weight_that_is_transposed_in_memory_takes_the_same_steps_after_a_resume(tmp_path: Path, fused: bool) -> None:
+    def begin() -> tuple[nn.Sequential, Optimizer]:
+        model = tiny_model()
+        for layer in (model[0], model[2]):
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+        assert not model[0].weight.is_contiguous()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+
+    straight, straight_optimizer = begin()
+    train(straight, straight_optimizer, range(2))
+    tensors, packed = pack_optimizer(straight_optimizer, names_of(straight))
+    parts = {"model": straight.state_dict(), "optimizer": tensors}
+    CheckpointManager(tmp_path).save(2, tensors=parts, state={"optimizer": packed}, stamp=STAMP, best=False)
+    loaded: Any = CheckpointManager(tmp_path).load("auto")
+    resumed, resumed_optimizer = begin()
+    resumed.load_state_dict(loaded.tensors["model"])
+    unpack(resumed, resumed_optimizer, (loaded.tensors["optimizer"], loaded.state["optimizer"]))
+    for model, optimizer in ((straight, straight_optimizer), (resumed, resumed_optimizer)):
+        train(model, optimizer, range(2, 4))
+    for name, tensor in straight.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+
+
 def test_state_in_another_dtype_than_the_parameters_comes_back_in_its_own() -> None:
     model = tiny_model(dtype=torch.bfloat16)
     optimizer = adamw(model)

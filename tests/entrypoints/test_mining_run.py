@@ -6,6 +6,7 @@ import json
 import shutil
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from kit.runs import Outcome, Site, assert_same_run, run_here, run_keys, run_kil
 from kit.several_ranks import exact, run_ranks
 from kit.text_models import write_cross_encoder
 
+from vembed.errors import MachineError
+from vembed.evaluation import mining_report
 from vembed.training.refresh import documents_per_query
 
 if TYPE_CHECKING:
@@ -84,6 +87,20 @@ def test_a_run_beyond_a_lost_mining_is_refused_in_words(site: Site, tmp_path: Pa
     outcome = run_here(config)
     assert outcome.code == 5
     assert "epoch-00002.npz: it isn't there: it was computed with the model before epoch 2" in outcome.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [ValueError("no such colour"), MachineError("the disk is full")])
+def test_a_report_of_a_mining_that_fails_takes_nothing_from_the_run(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(mining_report, "mining_page", Mock(side_effect=error))
+    outcome = run_keys(tmp_path, site.keys(**KEYS | {"mine": "once", "max_steps": 1, "eval_steps": 1}))
+    assert outcome.code == 0, outcome.err
+    assert [path.name for path in (outcome.folder / "mining").iterdir()] == ["epoch-00001.npz"]
+    log = (outcome.folder / "train.log").read_text("utf-8")
+    assert "the report of the mining could not be written; training continues" in log
+    assert str(error) in log
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,7 +41,6 @@ from vembed.training.saving import RunCheckpoints, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kit.warm import WarmProcess
 
@@ -465,16 +466,45 @@ def test_resuming_with_another_learning_rate_is_refused_and_shows_both(stopped: 
 
 
 @pytest.mark.slow
+def test_a_resumed_run_holds_no_file_of_its_checkpoint(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that a process has mapped keeps its place on the disk, also once its folder is deleted."""
+    train_step, mapped = TrainingLoop.train_step, []
+
+    def look(self: TrainingLoop, number: int) -> Any:
+        mapped.append("step-00000008" in Path("/proc/self/maps").read_text("utf-8"))
+        return train_step(self, number)
+
+    monkeypatch.setattr(TrainingLoop, "train_step", look)
+    assert run_here(stopped).code == 0
+    assert mapped == [False] * 4
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_a_file_or_a_link_to_nothing_is_skipped(stopped: Path) -> None:
+    folder = stopped.parent / "out/checkpoints"
+    (folder / "step-00000009").write_text("")
+    (folder / "step-00000010").symlink_to(folder / "moved-away")
+    resumed = run_here(stopped)
+    assert resumed.code == 0, resumed.err
+    assert "step-00000010 skipped" in resumed.out + resumed.err
+    assert "continuing from " + str(folder / "step-00000008") in resumed.out
+
+
+@pytest.mark.slow
 def test_resuming_with_other_logging_steps_is_allowed_and_said(stopped: Path, whole_bert: Path) -> None:
     checkpoint = stopped.parent / "out/checkpoints/step-00000008"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["stamp"]["config_hash"] = "0" * 64  # of a version that hashed other keys
+    manifest["packages"] |= {"torch": "1.0", "gone": "3"}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     reseal(checkpoint)
     resumed = run_here(stopped, "--config_override", "logging_steps=3", "save_steps=2", "eval_batch_size=3")
     assert resumed.code == 0, resumed.err
     assert "step-00000008" in resumed.out.partition("continuing from")[2].splitlines()[0]
     assert "resume: logging_steps was 1 and is 3 now" in resumed.out
+    version = importlib.metadata.version("torch")
+    assert f"resume: torch was 1.0 and is {version} now: numbers agree to rounding" in resumed.out
+    assert resumed.out.count("resume: ") == 5, "what is as it was isn't said"
     assert resumed.same_rows == [tuple(row[key] for key in ("step", "epoch", "loss", "learning_rate", "grad_norm"))
                                  for row in metric_rows(whole_bert)]  # fmt: skip
 

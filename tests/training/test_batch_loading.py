@@ -11,7 +11,9 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import PIL.Image
@@ -401,3 +403,17 @@ def test_other_systems_are_told_to_do_without_workers(rows: Path, monkeypatch: p
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(MachineError, match="need Linux; set num_workers to 0"):
         loader_of(source_of(rows), 1)
+
+
+def test_caches_are_named_from_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = {"model_name": "m", "data_path": "rows.jsonl", "embedding_cache": "~/kept", "teacher_cache": "~/answers"}
+    config = Config.model_validate(keys | {"loss_type": "distillation", "teacher_model_name": "teacher"})
+    run: Any = Mock(config=config, device=torch.device("cpu"))
+    run.plan.way.mode, run.plan.steps = None, SimpleNamespace(total=6, per_epoch=3)
+    for name in ("find_frozen", "find_teacher", "Devices"):
+        monkeypatch.setattr(made, name, Mock())
+    made.frozen_items(run)
+    made.teacher_of(run, run.data.records)
+    assert made.find_frozen.call_args.args[2] == tmp_path / "kept"  # type: ignore[attr-defined]
+    assert made.find_teacher.call_args.args[3] == tmp_path / "answers"  # type: ignore[attr-defined]

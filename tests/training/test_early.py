@@ -16,7 +16,7 @@ from vembed.config.record import plain_values
 from vembed.entrypoints import train
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.training.data import load_data
-from vembed.training.early import paths_read, refuse_wrong_inputs, refuse_wrong_output
+from vembed.training.early import paths_read, refuse_other_place, refuse_wrong_inputs, refuse_wrong_output
 from vembed.training.output import OutputFolder
 
 if TYPE_CHECKING:
@@ -203,6 +203,31 @@ def test_a_checkpoint_of_another_configuration_is_refused_with_the_ways_on(data:
     refuse_wrong_output(configured(data, resume="never", overwrite_output_dir=True, learning_rate=1e-4))
     with pytest.raises(ConfigError, match="is not a checkpoint; the newest one nearby is"):
         refuse_wrong_output(configured(data, resume=str(checkpoint.parent)))
+
+
+def test_a_checkpoint_that_is_linked_from_another_disk_is_one_of_its_folder(data: Path) -> None:
+    output, elsewhere = OutputFolder(data.parent / "out"), data.parent / "disk" / "step-00000004"
+    inside, linked = output.checkpoints / "step-00000008", output.checkpoints / elsewhere.name
+    for folder in (inside, elsewhere):
+        folder.mkdir(parents=True)
+    linked.symlink_to(elsewhere)
+    (data.parent / "link").symlink_to(inside)
+    for checkpoint in (inside, linked, data.parent / "link"):
+        refuse_other_place(checkpoint, output)
+    with pytest.raises(ConfigError, match="set output_dir to the folder of the run"):
+        refuse_other_place(elsewhere, output)
+
+
+def test_a_checkpoint_is_named_from_the_users_home(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(data.parent))
+    checkpoint = data.parent / "out" / "checkpoints" / "step-00000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").touch()
+    stamp = {"config": plain_values(configured(data)), "config_hash": "", "strategy": "single", "world_size": 1}
+    write_manifest(checkpoint, Manifest(4, False, stamp, {}, {"state.json": FileEntry(0, "")}))
+    refuse_wrong_output(configured(data, resume="~/out/checkpoints/step-00000004"))
+    with pytest.raises(ConfigError, match=f"the newest one nearby is {checkpoint}"):
+        refuse_wrong_output(configured(data, resume="~/out/checkpoints/step-00000005"))
 
 
 LISTED = [

@@ -51,6 +51,19 @@ def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_makes_room(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "teacher"], "what is known by its content"
 
 
+def test_a_folder_whose_checkpoints_were_deleted_by_hand_makes_room_although_their_pointers_stand(
+    tmp_path: Path,
+) -> None:
+    fill(tmp_path)
+    (tmp_path / "checkpoints/file").rename(tmp_path / "checkpoints/LATEST")
+    (tmp_path / "checkpoints/BEST").write_text("step-00000003")
+    with pytest.raises(ConfigError, match="the model of a run, and no checkpoint"):
+        OutputFolder(tmp_path).start_fresh(overwrite=False)
+    shutil.rmtree(tmp_path / "model")
+    OutputFolder(tmp_path).start_fresh(overwrite=False)
+    assert not (tmp_path / "checkpoints").exists()
+
+
 @pytest.mark.parametrize("name", [name for name in OWN_NAMES if name not in {*RUN_MARKS, *EARLY_END}])
 def test_a_file_that_only_has_a_runs_name_is_never_deleted(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()

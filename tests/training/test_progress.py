@@ -98,6 +98,18 @@ def test_a_run_that_goes_on_reads_how_long_its_last_evaluations_will_take(tmp_pa
     assert clock.seconds_left(STEPS, 1000) == pytest.approx(28, abs=0.1)
 
 
+@pytest.mark.parametrize("content", ['{"met', '{"metrics": {}}', '["seconds"]', '{"seconds": null}', "\xff"])
+def test_an_evaluation_whose_file_is_damaged_takes_no_time_and_ends_no_run(tmp_path: Path, content: str) -> None:
+    write_seconds(tmp_path, {"baseline": 20, "guard-1/baseline": 5, "step-8": 3})
+    for name in ("guard-1/baseline", "step-8"):
+        (tmp_path / name / "metrics.json").write_text(content, encoding="latin-1")
+    assert evaluation_seconds(tmp_path) == 20
+    clock = RunClock()
+    clock.go_on(tmp_path)
+    clock.add_step(2.0)
+    assert clock.seconds_left(STEPS, 1000) == 20
+
+
 def test_the_total_counts_the_whole_run_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,12 +12,19 @@ import torch
 
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.stopwatch import Stopwatch
-from vembed.training.timing import RankMeter, seconds_of_parts, summarise
+from vembed.training.timing import RankMeter, peak_memory_bytes, seconds_of_parts, summarise
 
 if TYPE_CHECKING:
     from kit.ranks import RankPool
 
 CPU = torch.device("cpu")
+
+
+def test_the_peak_of_memory_is_told_where_the_kernel_does_not_count_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gVisor, in which many clouds run containers, has no such line."""
+    expected = peak_memory_bytes(CPU)
+    monkeypatch.setattr(Path, "read_text", lambda *_: "Name:\tpython\nVmRSS:\t1024 kB\n")
+    assert expected / 2 < peak_memory_bytes(CPU) < 2**45
 
 
 def test_the_stopwatch_adds_up_each_part_also_one_that_raises_and_begins_anew_when_read() -> None:

@@ -250,6 +250,18 @@ def test_the_package_that_a_missing_tracker_asks_for_can_be_installed(monkeypatc
         assert asked in (project["optional-dependencies"] if "vembed[" in str(refused.value) else required), name
 
 
+@pytest.mark.parametrize("package", ["nowhere.cloud", "nowhere"])
+def test_a_package_within_one_that_is_missing_is_missing_too(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    class Cloud(Tracker):
+        name = "cloud"
+
+    Cloud.package = package
+    monkeypatch.setitem(TRACKERS._entries, Cloud.name, Cloud)
+    monkeypatch.setitem(TRACKERS._plugins, Cloud.name, __name__)
+    with pytest.raises(MachineError, match=f"pip install {package}, or leave it out"):
+        refuse_missing_packages(Cloud.name)
+
+
 def test_importing_the_trackers_does_not_import_tensorboard() -> None:
     code = (
         "import sys, vembed.training.tensorboard as t; import vembed.training.trackers;"

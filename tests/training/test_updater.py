@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from typing import Any, Literal
 
 import pytest
@@ -111,6 +112,27 @@ def test_module_norms_are_of_each_module_and_of_the_loss() -> None:
     network.norm.bias.grad = None
     expected = {"encoder.layer": math.sqrt(15), "encoder.norm": math.sqrt(3), "loss": 1.0}
     assert optimizer.module_norms() == pytest.approx(expected)
+
+
+def test_module_norms_hold_the_gradients_of_one_module_at_a_time_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float64 copy of all gradients would take twice the memory of the model, on a device that is full."""
+    network, _, optimizer = make()
+    give_gradients(optimizer, 1.0)
+    double, most = torch.Tensor.double, 0
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        copy = double(tensor)
+        copies.append(weakref.ref(copy))
+        most = max(most, sum(alive.numel() for reference in copies if (alive := reference()) is not None))
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "double", watched)
+    optimizer.module_norms()
+    largest = sum(parameter.numel() for parameter in network.layer.parameters())
+    assert sum(parameter.numel() for parameter in optimizer.parameters) > largest
+    assert 0 < most <= largest
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

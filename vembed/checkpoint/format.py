@@ -36,6 +36,8 @@ JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON
 FORMAT_VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.json"
+LATEST: Final = "LATEST"
+BEST: Final = "BEST"
 
 STAMP_KEYS: Final = ("config_hash", "strategy", "world_size")
 """Keys of every stamp, so that a resume can always be judged."""

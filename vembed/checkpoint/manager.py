@@ -25,8 +25,10 @@ import shutil
 from typing import TYPE_CHECKING, Final, Literal
 
 from vembed.checkpoint.format import (
+    BEST,
     DISK_MARGIN,
     JSON,
+    LATEST,
     FutureCheckpointError,
     IncompleteCheckpointError,
     InvalidCheckpointError,
@@ -51,8 +53,6 @@ if TYPE_CHECKING:
     from vembed.distributed.ranks import Ranks
 
 MAX_FAILURES: Final = 3
-LATEST: Final = "LATEST"
-BEST: Final = "BEST"
 
 _SAVING: Final = ".saving-"
 _DELETING: Final = ".deleting-"
@@ -333,6 +333,10 @@ class CheckpointManager:
                 names.append(target.name)
             if names:
                 fsync_path(self.folder)
+            # A BEST that names a later step would mark what the run is about to save of that step. Last, and whether or
+            # not anything was renamed: a kill may have come between, or the later folders were deleted by hand.
+            if (self._pointed(BEST) or 0) > step:
+                (self.folder / BEST).unlink()
             return names
 
         moved = [self.folder / name for name in self.ranks.from_first(rename)]

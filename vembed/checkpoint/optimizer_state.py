@@ -14,7 +14,6 @@ import torch
 
 from vembed.checkpoint.format import JSON, InvalidCheckpointError
 from vembed.checkpoint.tensors import SharedTensor, load_into, whole
-from vembed.distributed.shards import is_shared
 from vembed.errors import ConfigError
 from vembed.json_text import fit
 
@@ -130,14 +129,16 @@ def _placed(value: object, *, key: str, parameter: Tensor, group: Mapping[str, o
     """Return a copy of a state value where and as the optimizer wants it."""
     if not isinstance(value, torch.Tensor | SharedTensor):
         return value
-    # Moments have their parameter's shape, and are cut like it; Adafactor's rows and columns are whole everywhere.
-    if is_shared(parameter) and tuple(value.shape) == tuple(parameter.shape):
-        shard = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        load_into(shard, value)
-        return shard
-    # AdamW counts steps on the CPU unless a kernel on the device reads the count.
-    on_cpu = key == "step" and not group.get("capturable") and not group.get("fused")
-    return whole(value).to("cpu" if on_cpu else parameter.device, copy=True)
+    if key == "step":  # AdamW counts steps on the CPU unless a kernel on the device reads the count
+        on_cpu = not group.get("capturable") and not group.get("fused")
+        return whole(value).to("cpu" if on_cpu else parameter.device, copy=True)
+    # Moments have their parameter's shape. They are cut like it and laid out like it, transposed where it is: a fused
+    # kernel goes through both in the order of memory. Adafactor's rows and columns are whole on every process.
+    if tuple(value.shape) == tuple(parameter.shape):
+        moment = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        load_into(moment, value)
+        return moment
+    return whole(value).to(parameter.device, copy=True)
 
 
 def _check_same(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -24,6 +23,7 @@ import numpy as np
 from vembed.batch import Augmentation, Composed, Features, Image, modality_of
 from vembed.data.augment import augmented_record
 from vembed.data.collate import collate
+from vembed.files import home_path
 from vembed.gradcache.chunks import RowAssignment
 from vembed.gradcache.engine import Pool
 from vembed.gradcache.passes import Passes
@@ -40,6 +40,7 @@ from vembed.vectors.teacher import TeacherUse, find_teacher
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     import torch
     from numpy.typing import NDArray
@@ -322,7 +323,7 @@ def frozen_items(run: Run) -> FrozenItems | None:
     return find_frozen(
         run.encoder,
         run.data.records,
-        Path(config.embedding_cache) if is_shared else run.output.frozen_embeddings,
+        home_path(config.embedding_cache) if is_shared else run.output.frozen_embeddings,
         is_shared=is_shared,
         epochs=plan.steps.total / plan.steps.per_epoch,
         augments=Augmentation(config.image_augmentation, config.image_flip, config.seed).acts,
@@ -342,7 +343,7 @@ def teacher_of(run: Run, records: RecordTable, folder: Path | None = None) -> Te
         teacher_keys(config, config.teacher_model_name, config.teacher_revision),
         records,
         TeacherUse(loss.reads_teacher(config), teacher_gives_scores(config), loss.score_bounds),
-        folder or (run.output.teacher if config.teacher_cache == "auto" else Path(config.teacher_cache)),
+        folder or (run.output.teacher if config.teacher_cache == "auto" else home_path(config.teacher_cache)),
         limits=image_limits(config),
         devices=Devices.of(run.runtime.machine, run.plan.world_size),
     )

@@ -142,7 +142,8 @@ def refuse_other_place(checkpoint: Path, output: OutputFolder) -> None:
     Raises:
         ConfigError: The checkpoint isn't among those of the output folder.
     """
-    if checkpoint.resolve().parent != output.checkpoints.resolve():
+    # The checkpoint may be a link, out of the folder to a larger disk or into it from elsewhere.
+    if output.checkpoints.resolve() not in (checkpoint.parent.resolve(), checkpoint.resolve().parent):
         raise ConfigError(
             f"resume: {checkpoint} is not in {output.checkpoints}, and a run continues only beside its baseline and "
             f"its metrics.jsonl; set output_dir to the folder of the run that the checkpoint is of"
@@ -201,7 +202,7 @@ def _refuse_unread(config: Config, modalities: Mapping[str, Collection[Modality]
 def _newest_checkpoint(config: Config, output: OutputFolder) -> Path | None:
     """Return the checkpoint that the run would continue from, as far as the sizes of its files tell."""
     if config.resume != "auto":
-        named = Path(config.resume)
+        named = home_path(config.resume)
         refuse_other_folder(named)
         refuse_other_place(named, output)
         return named

@@ -103,11 +103,6 @@ class BatchLoader:
         self._next_number = -1
         self._iterator: Any = None
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the encoder."""
-        return self._source.device
-
     def batch(self, number: int) -> PreparedBatch:
         """Return a batch by its number, counted from 0; after the first call, only the one after the last.
 
@@ -165,7 +160,7 @@ class BatchLoader:
                 collate_fn=lambda made: made,  # DataLoader's own would make tensors of it
                 worker_init_fn=_become_worker,
                 multiprocessing_context="fork",
-                pin_memory=self._pin_memory and self.device.type == "cuda",
+                pin_memory=self._pin_memory and self._source.device.type == "cuda",
                 generator=torch.Generator(),  # else the workers' seeds would be drawn from the run's own generator
             )
             self._iterator = iter(loader)

@@ -178,8 +178,12 @@ class Optimizer:
         gradients: dict[str, list[Tensor]] = {}
         for parameter, name in self._names.items():
             if parameter.grad is not None:
-                gradients.setdefault(name.rpartition(".")[0], []).append(parameter.grad.double())
-        return {module: total_norm(parts, self._ranks).item() for module, parts in gradients.items()}
+                gradients.setdefault(name.rpartition(".")[0], []).append(parameter.grad)
+        # In float64, in which no square overflows; a module at a time, as all of them at once may not fit the device.
+        return {
+            module: total_norm([part.double() for part in parts], self._ranks).item()
+            for module, parts in gradients.items()
+        }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, JSON]]:
         """Return the state to save: tensors and JSON."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vembed.checkpoint.format import BEST, LATEST
 from vembed.errors import ConfigError, MachineError
 from vembed.files import in_the_way, replace_text
 from vembed.models.names import MODEL_FOLDER, RUN_MARKS
@@ -126,7 +127,10 @@ class OutputFolder:
 
     @property
     def _holds_checkpoints(self) -> bool:
-        return self.checkpoints.is_dir() and any(path.name[0] != "." for path in self.checkpoints.iterdir())
+        # Where the checkpoints were deleted by hand, the pointers to them are left, and nothing to continue from.
+        return self.checkpoints.is_dir() and any(
+            path.name[0] != "." and path.name not in (LATEST, BEST) for path in self.checkpoints.iterdir()
+        )
 
     def refuse_taken(self, *, overwrite: bool, reads: Collection[Path] = ()) -> None:
         """Refuse a folder in which a run can't start from step 0.

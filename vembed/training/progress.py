@@ -51,8 +51,7 @@ class RunClock:
     def go_on(self, evaluations: Path) -> None:
         """Count the evaluations before a run was resumed, by their folder; its steps are in metrics.jsonl."""
         self._earlier_evaluation = evaluation_seconds(evaluations)
-        baselines = (json.loads(path.read_text("utf-8")) for path in evaluations.glob("**/baseline/metrics.json"))
-        self._end_seconds = sum(result["seconds"] for result in baselines)
+        self._end_seconds = sum(_seconds_in(path.read_bytes()) for path in evaluations.glob("**/baseline/metrics.json"))
 
     @contextmanager
     def evaluating(self, *, comes_again: bool = False, comes_at_end: bool = False) -> Iterator[None]:
@@ -130,15 +129,18 @@ def usual_step_seconds(rows: Sequence[Mapping[str, float]]) -> float | None:
 
 def evaluation_seconds(folder: Path) -> float:
     """Return how long the evaluations of a folder took; reversed ones are part of the others, a copy counts once."""
-    written = {
-        path.parent.relative_to(folder).as_posix(): path.read_text("utf-8") for path in folder.glob("**/metrics.json")
-    }
+    written = {path.parent.relative_to(folder).as_posix(): path.read_bytes() for path in folder.glob("**/metrics.json")}
     if written.get("baseline") == written.get("step-0"):  # without a test set
         written.pop("baseline", None)
-    seconds: list[float] = [
-        json.loads(text)["seconds"] for name, text in written.items() if not name.endswith("-reversed")
-    ]
-    return sum(seconds)
+    return sum(_seconds_in(content) for name, content in written.items() if not name.endswith("-reversed"))
+
+
+def _seconds_in(metrics: bytes) -> float:
+    """Return how long an evaluation took; 0 of a damaged file, of which whoever reads its results tells."""
+    try:
+        return float(json.loads(metrics)["seconds"])
+    except (ValueError, TypeError, KeyError):
+        return 0.0
 
 
 def step_line(metrics: Mapping[str, float], steps: Steps, done: int, *, seconds_left: float) -> str:

@@ -17,6 +17,7 @@ import json
 import logging
 import shutil
 import time
+import traceback
 import zipfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -210,8 +211,15 @@ class MiningRefresh:
             if config.mine_teacher is not None:
                 source["teacher"] = redact(config.mine_teacher)
             report = MiningReport(task, mined, config, source, (), miner.seconds, "")
-            write_page(self.folder / f"epoch-{epoch + 1:05}", mining_page(report, image_limits(config)))
             _log.info("before epoch %d: %s", epoch + 1, report.headline)
+            # The page is for people: one that fails must not cost the negatives, which are mined by now.
+            try:
+                write_page(self.folder / f"epoch-{epoch + 1:05}", mining_page(report, image_limits(config)))
+            except MachineError as error:
+                _log.error("the report of the mining could not be written; training continues: %s", error)
+            except Exception:  # noqa: BLE001 - whatever it is; the log has the traceback
+                problem = traceback.format_exc()
+                _log.error("the report of the mining could not be written; training continues\n%s", problem)
         encode.ranks.gather_objects(None)  # all ranks have read the vectors in `work`
         if encode.ranks.is_first:
             shutil.rmtree(work, ignore_errors=True)

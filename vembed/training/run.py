@@ -37,6 +37,7 @@ from vembed.distributed.shards import reshard, total_norm
 from vembed.distributed.signals import StopSignal
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, MachineError, PreemptedError
+from vembed.files import home_path
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.memory import out_of_memory_advice
@@ -301,7 +302,7 @@ class Run:
     loss: BatchLoss
     sampler: GlobalSampler  # which records make up which batch
     sharded: ShardedEncoder | None  # handle of an encoder that the ranks share; None where each has a copy
-    checkpoint: LoadedCheckpoint | None  # to continue from
+    checkpoint: LoadedCheckpoint | None  # to continue from; without its tensors once they are restored
     hard: HardVectors | None = None  # items that hard batches are chosen by
     frozen: FrozenItems | None = None  # items of towers that don't train: encoded once
     teacher: Teacher | None = None
@@ -472,6 +473,8 @@ def _train(run: Run, plan_text: str, stop: StopSignal | None) -> RunResult:
     run.encoder.train()
     if run.checkpoint is not None:
         run.state = run.checkpoints.restore(run.checkpoint)
+        # Its files are mapped, and a mapped file keeps its place on the disk, also when its folder is deleted later.
+        run.checkpoint = replace(run.checkpoint, tensors={})
         run.checkpoints.manager.set_aside_after(run.state.step)
     if ranks.is_first:
         step = run.state.step
@@ -511,7 +514,7 @@ def find_checkpoint(config: Config, runtime: Runtime, output: OutputFolder) -> L
 
     # A broken newest checkpoint is skipped for the one before it; one that is named must be whole.
     manager = CheckpointManager(output.checkpoints, keep_last=config.save_total_limit, ranks=runtime.ranks)
-    source: Literal["auto"] | Path = "auto" if config.resume == "auto" else Path(config.resume)
+    source: Literal["auto"] | Path = "auto" if config.resume == "auto" else home_path(config.resume)
     checkpoint = manager.load(source, required=[*PARTS, "run", "updater"], check=check)
     if checkpoint is None:
         lost = len(read_rows(output.path / "metrics.jsonl")) if runtime.ranks.is_first else 0
@@ -523,6 +526,13 @@ def find_checkpoint(config: Config, runtime: Runtime, output: OutputFolder) -> L
     assert isinstance(saved, dict)
     for difference in accepted_differences(checkpoint.path, saved, config):
         _log.info("resume: %s was %r and is %r now", difference.key, difference.old, difference.new)
+    versions = package_versions()
+    for package, before in checkpoint.packages.items():
+        if (now := versions.get(package, before)) != before:
+            _log.info(
+                "resume: %s was %s and is %s now: numbers agree to rounding and no longer bit for bit",
+                package, before, now,
+            )  # fmt: skip
     _log.info("resume: continuing from %s", checkpoint.path)
     return checkpoint
 

@@ -371,7 +371,8 @@ class DiskNeeds:
             standing=sum(
                 path.stat().st_size
                 for step in steps_in(output.checkpoints)
-                for path in (output.checkpoints / step_name(step)).iterdir()
+                for path in (output.checkpoints / step_name(step)).glob("*")  # none in a file or a link to nothing
+                if path.is_file()
             ),
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import resource
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,7 +124,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     status = Path("/proc/self/status")
-    if status.is_file():
-        # Not getrusage: on Linux its maximum also counts the process that started this one.
-        return int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    # Not getrusage where there is another way: on Linux its maximum also counts the process that started this one.
+    if status.is_file() and (peak := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(peak[1]) * 1024
+    peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak_memory if sys.platform == "darwin" else peak_memory * 1024  # gVisor is a Linux without VmHWM

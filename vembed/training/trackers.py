@@ -387,7 +387,10 @@ def _package_of(name: str) -> str:
 
 def _is_installed(package: str) -> bool:
     """Tell whether there is a package; a folder of that name, which wandb leaves behind, is none."""
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # of google.cloud.storage, google is imported
+        return False
     return spec is not None and spec.origin is not None
 
 

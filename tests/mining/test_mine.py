@@ -145,6 +145,19 @@ def test_an_approximate_index_finds_what_it_finds_and_is_kept(
     assert not (tmp_path / "new").exists(), "a misspelt index costs no encoding"
 
 
+@pytest.mark.parametrize("index", ["PQ8x4", "PCA16,Flat"])
+def test_the_rules_compare_exact_scores_where_an_index_only_estimates_them(
+    index: str, task: MiningTask, encode: ItemEncoder, tmp_path: Path
+) -> None:
+    mined = Miner(encode, MiningKeys(mine_index=index), tmp_path).mine(task)
+    queries, documents = (np.load(tmp_path / side / "vectors.npy") for side in ("query", "document"))
+    at, places = np.nonzero(mined.rows_Un >= 0)
+    scores = np.einsum("pe,pe->p", queries[at], documents[mined.rows_Un[at, places]])
+    np.testing.assert_allclose(mined.scores_Un[at, places], scores, atol=1e-6)
+    assert (scores <= 0.95 * mined.positive_U[at] + 1e-6).all()
+    assert (np.diff(np.nan_to_num(mined.scores_Un, nan=-2), axis=1) <= 0).all(), "nearest first"
+
+
 class Killed(Exception):  # noqa: N818
     """Stands for the end of the process."""
 

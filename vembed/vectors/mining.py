@@ -33,7 +33,7 @@ from vembed.batch import Ragged, texts_of
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.files import disk_error, new_file
 from vembed.vectors.encode import refuse_several_vectors
-from vembed.vectors.index import ExactIndex, build_index, new_index, search_index, set_search_settings, write_faiss
+from vembed.vectors.index import ExactIndex, build_index, new_index, rescore, search_index, set_search_settings, write_faiss
 from vembed.vectors.items import DistinctItems
 from vembed.vectors.provenance import digest, model_key, vectors_key
 from vembed.vectors.store import VectorStore
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from vembed.vectors.keys import MiningKeys
     from vembed.vectors.provenance import Key
 
-FORMAT = 3
+FORMAT = 4
 """Raised when the files change their meaning, or the choice its rules; files of other formats are made again."""
 
 RULES = ("relative margin", "absolute margin", "lowest score", "highest score")
@@ -495,6 +495,9 @@ class Miner:
             # So many more hits than wanted that the window is full once the known documents have been dropped.
             wanted = keys.mine_range_max + int(excluded.lengths.max(initial=0))
             scores, rows = search_index(index, queries_BE, k=wanted)
+            if keys.mine_index != "Flat":
+                # Scores of PQ, SQ or PCA are estimates, and the rules compare them with those of the positives.
+                scores, rows = rescore(documents_DE, queries_BE, rows, k=rows.shape[1])
             # Known pairs as single numbers, position * D + document, so that one isin serves the whole block.
             size = len(task.documents)
             known = np.repeat(np.arange(num_queries), excluded.lengths) * size + excluded.values

@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import faiss
 import numpy as np
 import pytest
 import torch
@@ -282,9 +283,9 @@ def test_what_the_model_can_not_encode_and_an_empty_window_are_refused(
     ("owner", "name", "error", "told"),
     [
         (mine_module.np, "savez", OSError(errno.ENOSPC, "full"), MachineError),
-        (mine_module.faiss, "write_index", RuntimeError(os.strerror(errno.ENOSPC)), MachineError),
+        (faiss, "write_index", RuntimeError(os.strerror(errno.ENOSPC)), MachineError),
         (mine_module, "search_index", OSError(errno.EIO, "broken"), OSError),
-        (mine_module.faiss, "read_index", OSError(errno.EACCES, "secret"), OSError),
+        (faiss, "read_index", OSError(errno.EACCES, "secret"), OSError),
         (ItemEncoder, "stream", FileNotFoundError(errno.ENOENT, "gone"), FileNotFoundError),
     ],
 )

@@ -26,14 +26,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-import faiss
 import numpy as np
 
 from vembed.batch import Ragged, texts_of
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.files import disk_error, new_file
 from vembed.vectors.encode import refuse_several_vectors
-from vembed.vectors.index import ExactIndex, build_index, new_index, rescore, search_index, set_search_settings, write_faiss
+from vembed.vectors.index import ExactIndex, build_index, new_index, read_faiss, rescore, search_index, write_faiss
 from vembed.vectors.items import DistinctItems
 from vembed.vectors.provenance import digest, model_key, vectors_key
 from vembed.vectors.store import VectorStore
@@ -469,9 +468,7 @@ class Miner:
 
         with timed(self.seconds, "build index"):
             self.encode.ranks.from_first(build)
-            index = faiss.read_index(str(path))
-            set_search_settings(index, self.keys.mine_index)  # the file doesn't hold all of them
-        return index
+            return read_faiss(path, self.keys.mine_index)
 
     def _mine_block(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
+import time
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -268,6 +270,25 @@ def test_two_ranks_share_the_work_and_both_know_the_result(
         np.testing.assert_array_equal(mined.rows_Un, alone.rows_Un)
         np.testing.assert_array_equal(mined.ranks_Un, alone.ranks_Un)
         np.testing.assert_allclose(mined.scores_Un, alone.scores_Un, atol=1e-6)
+
+
+def mine_and_delete(rank: int, rows: Path, bag: Path, folder: Path) -> int:
+    def late(path: Path) -> Mined | None:
+        time.sleep(rank / 4)
+        return read_block(path)
+
+    read_block = mine_module._read
+    with patch.object(mine_module, "_read", late):
+        mined = mine_on_ranks(rank, rows, bag, folder)
+    if rank == 0:
+        shutil.rmtree(folder)
+    return len(mined.rows_Un)
+
+
+def test_the_first_rank_may_delete_the_folder_while_another_is_slow_to_read_it(
+    two_ranks: RankPool, rows: Path, bag: Path, tmp_path: Path
+) -> None:
+    assert two_ranks.run(mine_and_delete, rows, bag, tmp_path / "shared") == [59, 59]
 
 
 def test_what_the_model_can_not_encode_and_an_empty_window_are_refused(

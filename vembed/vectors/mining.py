@@ -447,7 +447,8 @@ class Miner:
         ranks.gather_objects(None)  # all wait: every block is written
         with timed(self.seconds, "read"):
             parts = [part for part in map(_read, paths) if part is not None]
-        if len(parts) < len(paths):
+        # All wait: whoever has its answer may delete the folder.
+        if not all(ranks.gather_objects(len(parts) == len(paths))):
             raise MachineError(
                 f"{self.folder} isn't seen by all processes: it must lie on a file system that all machines share"
             )

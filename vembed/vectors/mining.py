@@ -32,7 +32,16 @@ from vembed.batch import Ragged, texts_of
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.files import disk_error, new_file
 from vembed.vectors.encode import refuse_several_vectors
-from vembed.vectors.index import ExactIndex, build_index, new_index, read_faiss, rescore, search_index, write_faiss
+from vembed.vectors.index import (
+    ExactIndex,
+    build_index,
+    new_index,
+    read_faiss,
+    rescore,
+    search_index,
+    trained_clusters,
+    write_faiss,
+)
 from vembed.vectors.items import DistinctItems
 from vembed.vectors.provenance import digest, model_key, vectors_key
 from vembed.vectors.store import VectorStore
@@ -164,13 +173,19 @@ def refuse_impossible(keys: MiningKeys, documents: DistinctItems, encoder: Encod
     """Refuse a mining that can't be done, before anything is encoded for it.
 
     Raises:
-        ConfigError: No candidate is left, the encoder gives several vectors for an item, or FAISS has no such index.
+        ConfigError: No candidate is left, the encoder gives several vectors for an item, or FAISS has no such index or
+            can't train it on so few documents.
         DataError: The encoder has no tower for a document.
     """
     if keys.mine_range_min >= min(keys.mine_range_max, len(documents)):
         raise ConfigError(
             f"mine_range_min {keys.mine_range_min} skips all candidates: there are {len(documents)} documents, "
             f"and mine_range_max is {keys.mine_range_max}; lower it"
+        )
+    if (least := max(trained_clusters(keys.mine_index))) > len(documents):
+        raise ConfigError(
+            f"mine_index {keys.mine_index} is trained on at least {least:,} documents, and there are "
+            f"{len(documents):,}; take fewer clusters, or Flat or HNSW32"
         )
     documents.require(encoder)
     refuse_several_vectors(encoder)

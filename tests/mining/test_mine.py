@@ -118,6 +118,16 @@ def test_a_document_that_answers_a_query_in_another_row_or_is_given_or_is_the_qu
     assert len(found[of_record[8]]) == len(task.documents) - 1, "all others may be"
 
 
+def test_asking_for_more_negatives_than_the_window_holds_takes_no_more_memory(
+    task: MiningTask, encode: ItemEncoder, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"mine_relative_margin": None, "mine_range_max": 20}
+    whole = Miner(encode, MiningKeys(mine_negatives=20, **keys), tmp_path).mine(task)
+    np.testing.assert_array_equal(
+        Miner(encode, MiningKeys(mine_negatives=2**31 - 1, **keys), tmp_path).mine(task).rows_Un, whole.rows_Un
+    )
+
+
 def test_random_negatives_depend_on_seed_and_contents_alone(
     task: MiningTask, rows: Path, encode: ItemEncoder, tmp_path: Path
 ) -> None:

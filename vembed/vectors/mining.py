@@ -308,8 +308,8 @@ def choose(
         priorities_BK: The lowest ones are taken where `mine_sampling` is random.
 
     Returns:
-        Columns of the candidates that are taken, nearest first, -1 where there are too few, (B, n); and how many
-        candidates of the window each rule left out first, by its name.
+        Columns of the candidates that are taken, nearest first, -1 where there are too few, (B, n), n no larger than
+        the window; and how many candidates of the window each rule left out first, by its name.
     """
     positive_B1, num_candidates = positive_B[:, None], scores_BK.shape[1]
     relative, absolute = keys.mine_relative_margin, keys.mine_absolute_margin
@@ -334,9 +334,7 @@ def choose(
     # Behind the last column stands "none", which sorting leaves at the end.
     taken = np.where(np.take_along_axis(allowed_BK, taken, axis=1), taken, num_candidates)
     taken.sort(axis=1)
-    columns_Bn = np.full((len(scores_BK), keys.mine_negatives), -1, dtype=np.int64)
-    columns_Bn[:, : taken.shape[1]] = np.where(taken < num_candidates, taken, -1)
-    return columns_Bn, refused
+    return np.where(taken < num_candidates, taken, -1), refused
 
 
 def relative_limits(positive: NDArray[np.float32], margin: float) -> NDArray[np.float32]:

@@ -211,6 +211,7 @@ def test_the_report_shows_what_pictures_were_mined(call: Any, clip: Path, balls:
         (("--output", "new.jsonl", "--negatives", "0"), "--negatives: must be >= 1"),
         (("--output", "new.jsonl", "--relative-margin", "1.5"), "--relative-margin: must be <= 1"),
         (("--output", "new.jsonl", "--sampling", "best"), "--sampling:"),
+        (("--output", "new.jsonl", "--sampling", "random", "--seed", "-1"), "--seed: must be >= 0, got -1"),
         (("--output", "new.jsonl", "--seed", "0"), "--seed has an effect only with --sampling random"),
         (("--output", "new.jsonl", "--index", "IFV9"), "FAISS can't build the index 'IFV9'"),
         (("--output", "new.jsonl", "--data", "nowhere.jsonl"), "nowhere.jsonl doesn't exist"),

@@ -15,6 +15,7 @@ from vembed.entrypoints.command import command_line, held_output, run_command, r
 from vembed.entrypoints.options import ModelOptions, PictureOptions, RowOptions, check, parse_words
 from vembed.errors import ConfigError
 from vembed.files import home_path
+from vembed.plan.keys import Seed
 from vembed.redact import redact
 from vembed.section import Count, Name, option, word
 from vembed.text import plural
@@ -56,7 +57,7 @@ class MineOptions(RowOptions, MiningKeys, ModelOptions, PictureOptions):
         metavar="MODEL",
     )
     batch_size: Count = option(256, "largest number of items per encoder call", metavar="N")
-    seed: int | None = option(None, "seed of --sampling random (default 0)", metavar="N")
+    seed: Seed | None = option(None, "seed of --sampling random (default 0)", metavar="N")
     overwrite: bool = option(False, "replace the output if it is there")
 
 

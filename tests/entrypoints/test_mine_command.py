@@ -168,6 +168,7 @@ def test_a_row_says_where_its_negatives_are_from_and_the_report_says_it_of_all(
     output, corpus = tmp_path / "mined.jsonl", tmp_path / "corpus.txt"
     corpus.write_text("".join(f"a further document {number} of karan\n" for number in range(30)))
     words = ["--data", rows, "--corpus", corpus, "--output", output, "--replace", "--teacher", bag, "--range-max", "20"]
+    words += ["--max-score", "1", "--min-score", "0"]
     done = call("mine", bag, *words)
     assert done.code == 0, done.err
     row = json.loads(output.read_text("utf-8").splitlines()[4])
@@ -177,7 +178,8 @@ def test_a_row_says_where_its_negatives_are_from_and_the_report_says_it_of_all(
     assert mined["scores"] == sorted(mined["scores"], reverse=True)
     assert max(mined["scores"]) <= 0.95 * mined["positive_score"] + 1e-6
     assert max(mined["ranks"]) <= 20
-    assert "relative_margin=0.05" in mined["settings"]
+    assert {"relative_margin=0.05", "min_score=0.0", "max_score=1.0"} <= set(mined["settings"].split())
+    assert "absolute_margin" not in mined["settings"], "a limit that there isn't"
     assert not set(made_rows(80)[4]["negatives"]) & set(row["negatives"]), "replaced"
     report = json.loads((tmp_path / "mined-report" / "report.json").read_text("utf-8"))
     assert report["documents"] == 110

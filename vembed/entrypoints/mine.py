@@ -145,7 +145,8 @@ def _mine(
     mined = Miner(encode, options, folder, options.seed or 0, teacher, seconds).mine(task)
     if ranks.is_first:
         weights = model.identity.weights_sha256[:16]
-        chosen = {name: value for name, value in options.mining().items() if value not in (None, False)}
+        # A limit of 0 is one; `0 in (None, False)` is true.
+        chosen = {name: value for name, value in options.mining().items() if value is not None and value is not False}
         settings = [f"{name.removeprefix('mine_')}={value}" for name, value in chosen.items()]
         facts = {"model": redact(model.name), "weights": weights, "settings": " ".join(settings)}
         if teacher is not None and options.teacher is not None:

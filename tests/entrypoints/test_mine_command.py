@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from kit.balls import COLOURS, caption
@@ -24,9 +27,6 @@ from vembed.data.read import DataSource
 from vembed.losses.registry import RunLoss
 from vembed.vectors import store as store_module
 from vembed.workflows import mining as output_module
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +203,26 @@ def test_the_report_shows_what_pictures_were_mined(call: Any, clip: Path, balls:
     assert shown == {f"[{colour}.png]" for colour in COLOURS}
     example = json.loads((tmp_path / "mined-report" / "report.json").read_text("utf-8"))["examples"][0]
     assert example.keys() == {"query", "positive", "positive_score", "negatives"}
+
+
+def test_pictures_that_no_row_can_name_are_refused_before_anything_is_encoded(
+    call: Any, clip: Path, balls: Path, tmp_path: Path
+) -> None:
+    made = [{"query": caption(colour), "positive_image": str(balls / f"{colour}.png")} for colour in COLOURS]
+    stored = [{"bytes": Path(row["positive_image"]).read_bytes(), "path": "a.png"} for row in made]
+    table = pa.table({"query": [row["query"] for row in made], "positive_image": stored})
+    pq.write_table(table, tmp_path / "bytes.parquet")
+    both = tmp_path / "both.jsonl"
+    documents = [{"_id": row["query"], "text": "with a text", "image": row["positive_image"]} for row in made]
+    both.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    for data, words, message in (
+        (tmp_path / "bytes.parquet", (), "bytes.parquet:1 positive_image holds a picture's bytes"),
+        (written(tmp_path / "rows.jsonl", made), ("--corpus", both), "a picture with a text"),
+    ):
+        done = call("mine", clip, "--data", data, "--image-root", balls, "--output", tmp_path / "mined.jsonl", *words)
+        assert done.code == 3, done.err
+        assert message in done.err
+        assert not list(tmp_path.glob("*mining*")), "nothing was encoded"
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def _mine(
     from vembed.pages.write import write_page
     from vembed.vectors.items import corpus_items
     from vembed.vectors.mining import Miner, MiningTask, timed
-    from vembed.workflows.mining import rows_without_positives, write_rows
+    from vembed.workflows.mining import refuse_unwritable, rows_without_positives, write_rows
 
     # Every rank encodes its share and reads the shares of the others; the first one alone writes and prints.
     seconds, ranks = dict[str, float](), runtime.ranks
@@ -135,6 +135,7 @@ def _mine(
             documents = DataSource(options.corpus, "train", source.keys, user_names=("--corpus", "--split")).documents()
             corpus = corpus_items(document.item for document in documents)
         task = MiningTask.of(loaded.table, corpus)
+        refuse_unwritable(task)
     with timed(seconds, "load model"):
         model = load(options.model, **options.load_options())
     encode = model.item_encoder(options.batch_size, poll=stop.poll)

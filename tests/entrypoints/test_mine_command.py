@@ -22,6 +22,7 @@ from kit.text_models import write_cross_encoder
 from mining_cases import made_rows, read_rows, written
 from sentence_transformers import CrossEncoder
 
+from vembed.api import model as model_module
 from vembed.data.keys import DataKeys
 from vembed.data.read import DataSource
 from vembed.losses.registry import RunLoss
@@ -203,6 +204,24 @@ def test_the_report_shows_what_pictures_were_mined(call: Any, clip: Path, balls:
     assert shown == {f"[{colour}.png]" for colour in COLOURS}
     example = json.loads((tmp_path / "mined-report" / "report.json").read_text("utf-8"))["examples"][0]
     assert example.keys() == {"query", "positive", "positive_score", "negatives"}
+
+
+def test_a_teacher_takes_pictures_as_large_as_the_model_does(
+    call: Any, clip: Path, balls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, load = [], model_module.load
+
+    def noted(name: Any, **options: Any) -> Any:
+        model = load(name, **options)
+        limits.append(model.image_limits.max_pixels)
+        return model
+
+    monkeypatch.setattr(model_module, "load", noted)
+    rows = [{"query": caption(colour), "positive_image": f"{colour}.png"} for colour in COLOURS]
+    words = ["--data", written(tmp_path / "rows.jsonl", rows), "--image-root", balls, "--max-image-pixels", "100000000"]
+    done = call("mine", clip, *words, "--output", tmp_path / "mined.jsonl", "--teacher", clip)
+    assert done.code == 0, done.err
+    assert limits == [100_000_000] * 2
 
 
 def test_pictures_that_no_row_can_name_are_refused_before_anything_is_encoded(

@@ -197,6 +197,7 @@ def _teacher(
     keys = ModelKeys(model_name=name, allow_pickle=pickled)
     if CrossEncoder.is_meant(keys):
         return cross_encoder_teacher(CrossEncoder(keys).to(runtime.device), task, ranks=runtime.ranks, poll=stop.poll)
-    encode = load(name, allow_pickle=pickled, bf16=options.bf16).item_encoder(options.batch_size, poll=stop.poll)
+    model = load(name, allow_pickle=pickled, bf16=options.bf16, max_image_pixels=options.max_image_pixels)
+    encode = model.item_encoder(options.batch_size, poll=stop.poll)
     encode.ranks = runtime.ranks
     return encoder_teacher(encode, task, folder / "teacher")

@@ -86,6 +86,7 @@ def test_weights_labels_and_mapped_columns_come_out_as_they_went_in(
     refused = call("mine", bag, *words, "--label-kind", "pair")
     assert refused.code == 3
     assert "rows.jsonl:61: ask: empty text" in refused.err
+    assert refused.err.endswith("Fix the rows, or drop them with --skip-invalid 1\n")
     done = call("mine", bag, *words, "--label-kind", "pair", "--skip-invalid", "1")
     assert done.code == 0, done.err
     options, needs = {"label_kind": "pair", "skip_invalid_records": True}, RunLoss.chosen("cosent", {}).needs()
@@ -252,6 +253,8 @@ def test_pictures_that_no_row_can_name_are_refused_before_anything_is_encoded(
         (("--output", "new.jsonl", "--negatives", "0"), "--negatives: must be >= 1"),
         (("--output", "new.jsonl", "--relative-margin", "1.5"), "--relative-margin: must be <= 1"),
         (("--output", "new.jsonl", "--sampling", "best"), "--sampling:"),
+        (("--output", "new.jsonl", "--range-min", "100"), "--range-min 100 skips all candidates"),
+        (("--output", "new.jsonl", "--index", "IVF999,Flat"), "--index IVF999,Flat is trained on at least 999"),
         (("--output", "new.jsonl", "--sampling", "random", "--seed", "-1"), "--seed: must be >= 0, got -1"),
         (("--output", "new.jsonl", "--seed", "0"), "--seed has an effect only with --sampling random"),
         (("--output", "new.jsonl", "--index", "IFV9"), "FAISS can't build the index 'IFV9'"),

@@ -63,6 +63,14 @@ class MineOptions(RowOptions, MiningKeys, ModelOptions, PictureOptions):
 
 OPTIONS = MineOptions
 
+_OPTIONS = {
+    **{key: MineOptions.name_of(key) for key in MiningKeys.model_fields if key not in SOURCES},
+    "skip_invalid_records: true, max_invalid_records:": "--skip-invalid",
+    "skip_invalid_records": "--skip-invalid",
+    "max_invalid_records:": "--skip-invalid",
+}
+"""Keys in messages of reading and mining -> options of this command."""
+
 
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Mine hard negatives for training rows."""
@@ -104,7 +112,12 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
                 refuse_output(output, overwrite=options.overwrite)
             yield is_finished
 
-    body = partial(_mine, options, command, source, output)
+    def body(runtime: Runtime, stop: StopSignal) -> None:
+        from vembed.api.arguments import errors_name_arguments  # with torch
+
+        with errors_name_arguments(_OPTIONS):
+            _mine(options, command, source, output, runtime, stop)
+
     advice = "what is done is kept, and the same command continues"
     return run_with_output(body, held, watchdog=watchdog, advice=advice)
 

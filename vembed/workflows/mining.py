@@ -14,7 +14,7 @@ import numpy as np
 from vembed.batch import Composed, pictures_in
 from vembed.data.columns import PROVENANCE, WEIGHT_COLUMN
 from vembed.errors import ConfigError, DataError, MachineError
-from vembed.files import disk_error, new_file
+from vembed.files import disk_error, is_folder, new_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,9 +44,9 @@ def refuse_output(path: Path, *, overwrite: bool) -> None:
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--output {path}: name a file that ends in {' or '.join(SUFFIXES)}")
-    if path.is_dir():
+    if is_folder(path):
         raise ConfigError(f"--output {path} is a folder; name a file that ends in {' or '.join(SUFFIXES)}")
-    if path.exists() and not overwrite:
+    if not overwrite and path.exists():
         raise ConfigError(f"{path} is there; replace it with --overwrite, or choose another file")
 
 

@@ -190,6 +190,8 @@ def test_a_wrong_call_says_what_was_meant(bag: Path) -> None:
         model.encode("apple", "query")
     with pytest.raises(TypeError, match="row 1 is a int"):
         model.encode(["a", 1], "query")  # type: ignore[list-item]
+    with pytest.raises(vembed.DataError, match=r"row 1 is not valid UTF-8 text \(character 6\)"):
+        model.encode(["größe", "half \ud800"], "query")
     with pytest.raises(ValueError, match="at least 1"):
         model.encode(TEXTS, "query", batch_size=0)
 

@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from kit.balls import COLOURS, caption
@@ -19,14 +22,12 @@ from kit.text_models import write_cross_encoder
 from mining_cases import made_rows, read_rows, written
 from sentence_transformers import CrossEncoder
 
+from vembed.api import model as model_module
 from vembed.data.keys import DataKeys
 from vembed.data.read import DataSource
 from vembed.losses.registry import RunLoss
 from vembed.vectors import store as store_module
 from vembed.workflows import mining as output_module
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,7 @@ def test_weights_labels_and_mapped_columns_come_out_as_they_went_in(
     refused = call("mine", bag, *words, "--label-kind", "pair")
     assert refused.code == 3
     assert "rows.jsonl:61: ask: empty text" in refused.err
+    assert refused.err.endswith("Fix the rows, or drop them with --skip-invalid 1\n")
     done = call("mine", bag, *words, "--label-kind", "pair", "--skip-invalid", "1")
     assert done.code == 0, done.err
     options, needs = {"label_kind": "pair", "skip_invalid_records": True}, RunLoss.chosen("cosent", {}).needs()
@@ -168,6 +170,7 @@ def test_a_row_says_where_its_negatives_are_from_and_the_report_says_it_of_all(
     output, corpus = tmp_path / "mined.jsonl", tmp_path / "corpus.txt"
     corpus.write_text("".join(f"a further document {number} of karan\n" for number in range(30)))
     words = ["--data", rows, "--corpus", corpus, "--output", output, "--replace", "--teacher", bag, "--range-max", "20"]
+    words += ["--max-score", "1", "--min-score", "0"]
     done = call("mine", bag, *words)
     assert done.code == 0, done.err
     row = json.loads(output.read_text("utf-8").splitlines()[4])
@@ -177,7 +180,8 @@ def test_a_row_says_where_its_negatives_are_from_and_the_report_says_it_of_all(
     assert mined["scores"] == sorted(mined["scores"], reverse=True)
     assert max(mined["scores"]) <= 0.95 * mined["positive_score"] + 1e-6
     assert max(mined["ranks"]) <= 20
-    assert "relative_margin=0.05" in mined["settings"]
+    assert {"relative_margin=0.05", "min_score=0.0", "max_score=1.0"} <= set(mined["settings"].split())
+    assert "absolute_margin" not in mined["settings"], "a limit that there isn't"
     assert not set(made_rows(80)[4]["negatives"]) & set(row["negatives"]), "replaced"
     report = json.loads((tmp_path / "mined-report" / "report.json").read_text("utf-8"))
     assert report["documents"] == 110
@@ -203,6 +207,44 @@ def test_the_report_shows_what_pictures_were_mined(call: Any, clip: Path, balls:
     assert example.keys() == {"query", "positive", "positive_score", "negatives"}
 
 
+def test_a_teacher_takes_pictures_as_large_as_the_model_does(
+    call: Any, clip: Path, balls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, load = [], model_module.load
+
+    def noted(name: Any, **options: Any) -> Any:
+        model = load(name, **options)
+        limits.append(model.image_limits.max_pixels)
+        return model
+
+    monkeypatch.setattr(model_module, "load", noted)
+    rows = [{"query": caption(colour), "positive_image": f"{colour}.png"} for colour in COLOURS]
+    words = ["--data", written(tmp_path / "rows.jsonl", rows), "--image-root", balls, "--max-image-pixels", "100000000"]
+    done = call("mine", clip, *words, "--output", tmp_path / "mined.jsonl", "--teacher", clip)
+    assert done.code == 0, done.err
+    assert limits == [100_000_000] * 2
+
+
+def test_pictures_that_no_row_can_name_are_refused_before_anything_is_encoded(
+    call: Any, clip: Path, balls: Path, tmp_path: Path
+) -> None:
+    made = [{"query": caption(colour), "positive_image": str(balls / f"{colour}.png")} for colour in COLOURS]
+    stored = [{"bytes": Path(row["positive_image"]).read_bytes(), "path": "a.png"} for row in made]
+    table = pa.table({"query": [row["query"] for row in made], "positive_image": stored})
+    pq.write_table(table, tmp_path / "bytes.parquet")
+    both = tmp_path / "both.jsonl"
+    documents = [{"_id": row["query"], "text": "with a text", "image": row["positive_image"]} for row in made]
+    both.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    for data, words, message in (
+        (tmp_path / "bytes.parquet", (), "bytes.parquet:1 positive_image holds a picture's bytes"),
+        (written(tmp_path / "rows.jsonl", made), ("--corpus", both), "a picture with a text"),
+    ):
+        done = call("mine", clip, "--data", data, "--image-root", balls, "--output", tmp_path / "mined.jsonl", *words)
+        assert done.code == 3, done.err
+        assert message in done.err
+        assert not list(tmp_path.glob("*mining*")), "nothing was encoded"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -211,6 +253,10 @@ def test_the_report_shows_what_pictures_were_mined(call: Any, clip: Path, balls:
         (("--output", "new.jsonl", "--negatives", "0"), "--negatives: must be >= 1"),
         (("--output", "new.jsonl", "--relative-margin", "1.5"), "--relative-margin: must be <= 1"),
         (("--output", "new.jsonl", "--sampling", "best"), "--sampling:"),
+        (("--output", "new.jsonl", "--range-min", "100"), "--range-min 100 skips all candidates"),
+        (("--output", "new.jsonl", "--index", "IVF999,Flat"), "--index IVF999,Flat is trained on at least 999"),
+        (("--output", f"{'n' * 300}.jsonl"), "File name too long"),
+        (("--output", "new.jsonl", "--sampling", "random", "--seed", "-1"), "--seed: must be >= 0, got -1"),
         (("--output", "new.jsonl", "--seed", "0"), "--seed has an effect only with --sampling random"),
         (("--output", "new.jsonl", "--index", "IFV9"), "FAISS can't build the index 'IFV9'"),
         (("--output", "new.jsonl", "--data", "nowhere.jsonl"), "nowhere.jsonl doesn't exist"),
@@ -223,7 +269,7 @@ def test_what_can_not_be_done_is_refused_in_words(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.jsonl").write_text("someone's")
     done = call("mine", bag, "--data", rows, *words)
-    assert done.code in (2, 3)
+    assert done.code in (2, 3, 5)
     assert message in done.err
     assert sorted(path.name for path in tmp_path.iterdir()) in (["there.jsonl"], [".new.jsonl.mining", "there.jsonl"])
     assert (tmp_path / "there.jsonl").read_text() == "someone's"

@@ -130,6 +130,7 @@ def test_output_that_nobody_reads_on_is_no_error(index: Path, tmp_path: Path) ->
     [
         (["x", "-k", "0"], "-k: must be >= 1, got 0"),
         ([" "], "the query is empty"),
+        (["bad \udcff"], "the query: not valid UTF-8 text (character 5)"),
         (["x", "--serve"], "leave out the query"),
         (["--serve", "--port", "70000"], "--port: must be <= 65535, got 70000"),
         (["x", "--port", "80"], "add --serve"),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
+import time
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import faiss
 import numpy as np
 import pytest
 import torch
@@ -115,6 +118,16 @@ def test_a_document_that_answers_a_query_in_another_row_or_is_given_or_is_the_qu
     assert len(found[of_record[8]]) == len(task.documents) - 1, "all others may be"
 
 
+def test_asking_for_more_negatives_than_the_window_holds_takes_no_more_memory(
+    task: MiningTask, encode: ItemEncoder, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"mine_relative_margin": None, "mine_range_max": 20}
+    whole = Miner(encode, MiningKeys(mine_negatives=20, **keys), tmp_path).mine(task)
+    np.testing.assert_array_equal(
+        Miner(encode, MiningKeys(mine_negatives=2**31 - 1, **keys), tmp_path).mine(task).rows_Un, whole.rows_Un
+    )
+
+
 def test_random_negatives_depend_on_seed_and_contents_alone(
     task: MiningTask, rows: Path, encode: ItemEncoder, tmp_path: Path
 ) -> None:
@@ -140,9 +153,23 @@ def test_an_approximate_index_finds_what_it_finds_and_is_kept(
     half = MiningKeys(mine_index="IVF2,Flat:nprobe=2", mine_negatives=3)
     Miner(encode, half, tmp_path).mine(task)
     assert index.stat().st_mtime_ns == before
-    with pytest.raises(ConfigError, match="IFV2"):
-        Miner(encode, MiningKeys(mine_index="IFV2"), tmp_path / "new").mine(task)
-    assert not (tmp_path / "new").exists(), "a misspelt index costs no encoding"
+    for name, message in (("IFV2", "IFV2"), ("IVF512,Flat", "at least 512 documents, and there are 80")):
+        with pytest.raises(ConfigError, match=message):
+            Miner(encode, MiningKeys(mine_index=name), tmp_path / "new").mine(task)
+    assert not (tmp_path / "new").exists(), "an index that can't be built costs no encoding"
+
+
+@pytest.mark.parametrize("index", ["PQ8x4", "PCA16,Flat"])
+def test_the_rules_compare_exact_scores_where_an_index_only_estimates_them(
+    index: str, task: MiningTask, encode: ItemEncoder, tmp_path: Path
+) -> None:
+    mined = Miner(encode, MiningKeys(mine_index=index), tmp_path).mine(task)
+    queries, documents = (np.load(tmp_path / side / "vectors.npy") for side in ("query", "document"))
+    at, places = np.nonzero(mined.rows_Un >= 0)
+    scores = np.einsum("pe,pe->p", queries[at], documents[mined.rows_Un[at, places]])
+    np.testing.assert_allclose(mined.scores_Un[at, places], scores, atol=1e-6)
+    assert (scores <= 0.95 * mined.positive_U[at] + 1e-6).all()
+    assert (np.diff(np.nan_to_num(mined.scores_Un, nan=-2), axis=1) <= 0).all(), "nearest first"
 
 
 class Killed(Exception):  # noqa: N818
@@ -256,6 +283,25 @@ def test_two_ranks_share_the_work_and_both_know_the_result(
         np.testing.assert_allclose(mined.scores_Un, alone.scores_Un, atol=1e-6)
 
 
+def mine_and_delete(rank: int, rows: Path, bag: Path, folder: Path) -> int:
+    def late(path: Path) -> Mined | None:
+        time.sleep(rank / 4)
+        return read_block(path)
+
+    read_block = mine_module._read
+    with patch.object(mine_module, "_read", late):
+        mined = mine_on_ranks(rank, rows, bag, folder)
+    if rank == 0:
+        shutil.rmtree(folder)
+    return len(mined.rows_Un)
+
+
+def test_the_first_rank_may_delete_the_folder_while_another_is_slow_to_read_it(
+    two_ranks: RankPool, rows: Path, bag: Path, tmp_path: Path
+) -> None:
+    assert two_ranks.run(mine_and_delete, rows, bag, tmp_path / "shared") == [59, 59]
+
+
 def test_what_the_model_can_not_encode_and_an_empty_window_are_refused(
     task: MiningTask, encode: ItemEncoder, tmp_path: Path
 ) -> None:
@@ -269,9 +315,9 @@ def test_what_the_model_can_not_encode_and_an_empty_window_are_refused(
     ("owner", "name", "error", "told"),
     [
         (mine_module.np, "savez", OSError(errno.ENOSPC, "full"), MachineError),
-        (mine_module.faiss, "write_index", RuntimeError(os.strerror(errno.ENOSPC)), MachineError),
+        (faiss, "write_index", RuntimeError(os.strerror(errno.ENOSPC)), MachineError),
         (mine_module, "search_index", OSError(errno.EIO, "broken"), OSError),
-        (mine_module.faiss, "read_index", OSError(errno.EACCES, "secret"), OSError),
+        (faiss, "read_index", OSError(errno.EACCES, "secret"), OSError),
         (ItemEncoder, "stream", FileNotFoundError(errno.ENOENT, "gone"), FileNotFoundError),
     ],
 )

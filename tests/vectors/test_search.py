@@ -18,10 +18,11 @@ from vembed.evaluation.evaluate import EvaluationOptions, evaluate
 from vembed.evaluation.graded import GradedPairs
 from vembed.vectors import index
 from vembed.vectors.encode import ItemEncoder, encoding_budget
-from vembed.vectors.index import build_index, search, search_index, search_maxsim
+from vembed.vectors.index import build_index, read_faiss, search, search_index, search_maxsim, write_faiss
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from kit.ranks import RankPool
     from numpy.typing import NDArray
@@ -110,6 +111,17 @@ def test_an_approximate_index_is_trained_and_finds_most_of_the_same() -> None:
     _, rows = search(vectors(60, 8), vectors(5, 8, seed=1), k=60, factory="IVF4,Flat")
     assert (rows == -1).any(), "where it finds fewer"
     assert (rows[:, 0] >= 0).all()
+
+
+@pytest.mark.parametrize("factory", ["IVF16,Flat:nprobe=8", "IVF16,Flat:nprobe=8,max_codes=40", "HNSW8:efSearch=4"])
+def test_an_index_that_is_read_back_searches_as_the_one_that_was_written(factory: str, tmp_path: Path) -> None:
+    documents, queries, path = vectors(1000), vectors(50, seed=1), tmp_path / "index.faiss"
+    built = build_index(documents, factory)
+    write_faiss(built, path)
+    rows = search_index(built, queries, k=10)[1]
+    np.testing.assert_array_equal(search_index(read_faiss(path, factory), queries, k=10)[1], rows)
+    plain = build_index(documents, factory.partition(":")[0])
+    assert (search_index(plain, queries, k=10)[1] != rows).any(), "the settings matter"
 
 
 @pytest.mark.parametrize(("factory", "reason"), [("Flatt", "could not parse"), ("IVF512,Flat", "training points")])

@@ -187,6 +187,7 @@ def items_of(rows: Iterable[ItemInput], limits: ImageLimits) -> list[Item]:
 
     Raises:
         TypeError: The rows are a single text, picture or file, a table of several columns, or a row is none of them.
+        DataError: A text isn't valid UTF-8.
         ImageError: A picture is missing, broken or over the limits; the message names its file or row.
     """
     if isinstance(rows, (str, bytes, Path, PIL.Image.Image, Image, Composed)):
@@ -213,6 +214,11 @@ def is_table(rows: object) -> bool:
 
 def _item(row: object, name: str, limits: ImageLimits) -> Item:
     if isinstance(row, str):
+        if not row.isascii():  # half a surrogate pair, which tokenizers refuse as no text at all
+            try:
+                row.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(f"{name} is not valid UTF-8 text (character {error.start + 1})") from error
         return row
     if isinstance(row, Composed):
         pictures: tuple[object, ...] = tuple(row.images)

@@ -15,6 +15,7 @@ from vembed.entrypoints.command import command_line, held_output, run_command, r
 from vembed.entrypoints.options import ModelOptions, PictureOptions, RowOptions, check, parse_words
 from vembed.errors import ConfigError
 from vembed.files import home_path
+from vembed.plan.keys import Seed
 from vembed.redact import redact
 from vembed.section import Count, Name, option, word
 from vembed.text import plural
@@ -56,11 +57,19 @@ class MineOptions(RowOptions, MiningKeys, ModelOptions, PictureOptions):
         metavar="MODEL",
     )
     batch_size: Count = option(256, "largest number of items per encoder call", metavar="N")
-    seed: int | None = option(None, "seed of --sampling random (default 0)", metavar="N")
+    seed: Seed | None = option(None, "seed of --sampling random (default 0)", metavar="N")
     overwrite: bool = option(False, "replace the output if it is there")
 
 
 OPTIONS = MineOptions
+
+_OPTIONS = {
+    **{key: MineOptions.name_of(key) for key in MiningKeys.model_fields if key not in SOURCES},
+    "skip_invalid_records: true, max_invalid_records:": "--skip-invalid",
+    "skip_invalid_records": "--skip-invalid",
+    "max_invalid_records:": "--skip-invalid",
+}
+"""Keys in messages of reading and mining -> options of this command."""
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
@@ -103,7 +112,12 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str, watchdog:
                 refuse_output(output, overwrite=options.overwrite)
             yield is_finished
 
-    body = partial(_mine, options, command, source, output)
+    def body(runtime: Runtime, stop: StopSignal) -> None:
+        from vembed.api.arguments import errors_name_arguments  # with torch
+
+        with errors_name_arguments(_OPTIONS):
+            _mine(options, command, source, output, runtime, stop)
+
     advice = "what is done is kept, and the same command continues"
     return run_with_output(body, held, watchdog=watchdog, advice=advice)
 
@@ -122,7 +136,7 @@ def _mine(
     from vembed.pages.write import write_page
     from vembed.vectors.items import corpus_items
     from vembed.vectors.mining import Miner, MiningTask, timed
-    from vembed.workflows.mining import rows_without_positives, write_rows
+    from vembed.workflows.mining import refuse_unwritable, rows_without_positives, write_rows
 
     # Every rank encodes its share and reads the shares of the others; the first one alone writes and prints.
     seconds, ranks = dict[str, float](), runtime.ranks
@@ -134,6 +148,7 @@ def _mine(
             documents = DataSource(options.corpus, "train", source.keys, user_names=("--corpus", "--split")).documents()
             corpus = corpus_items(document.item for document in documents)
         task = MiningTask.of(loaded.table, corpus)
+        refuse_unwritable(task)
     with timed(seconds, "load model"):
         model = load(options.model, **options.load_options())
     encode = model.item_encoder(options.batch_size, poll=stop.poll)
@@ -144,7 +159,8 @@ def _mine(
     mined = Miner(encode, options, folder, options.seed or 0, teacher, seconds).mine(task)
     if ranks.is_first:
         weights = model.identity.weights_sha256[:16]
-        chosen = {name: value for name, value in options.mining().items() if value not in (None, False)}
+        # A limit of 0 is one; `0 in (None, False)` is true.
+        chosen = {name: value for name, value in options.mining().items() if value is not None and value is not False}
         settings = [f"{name.removeprefix('mine_')}={value}" for name, value in chosen.items()]
         facts = {"model": redact(model.name), "weights": weights, "settings": " ".join(settings)}
         if teacher is not None and options.teacher is not None:
@@ -194,6 +210,7 @@ def _teacher(
     keys = ModelKeys(model_name=name, allow_pickle=pickled)
     if CrossEncoder.is_meant(keys):
         return cross_encoder_teacher(CrossEncoder(keys).to(runtime.device), task, ranks=runtime.ranks, poll=stop.poll)
-    encode = load(name, allow_pickle=pickled, bf16=options.bf16).item_encoder(options.batch_size, poll=stop.poll)
+    model = load(name, allow_pickle=pickled, bf16=options.bf16, max_image_pixels=options.max_image_pixels)
+    encode = model.item_encoder(options.batch_size, poll=stop.poll)
     encode.ranks = runtime.ranks
     return encoder_teacher(encode, task, folder / "teacher")

@@ -69,9 +69,12 @@ def _run(given: Mapping[str, Any]) -> int:
         raise ConfigError("--latency times the queries of this command, and --serve has none; leave one of them out")
     if options.port is not None and not options.serve:
         raise ConfigError("--port sets the port of the search page; add --serve")
+    from vembed.data.check import encoding_fault
     from vembed.workflows.search.format import read_meta
     from vembed.workflows.search.output import table_format
 
+    if options.query is not None and (fault := encoding_fault(options.query)):
+        raise ConfigError(f"the query: {fault}")
     index = home_path(options.index)
     if table_format(index) is None:
         read_meta(index)  # a missing index is said before a model is loaded

@@ -231,19 +231,15 @@ def trained_clusters(factory: str) -> tuple[int, int]:
     return lists, max((1 << min(bit, 32) for bit in bits), default=0)
 
 
-def set_search_settings(index: Any, factory: str) -> None:
-    """Set what stands behind the colon of an index string: not all of it is kept in the file of an index.
-
-    Raises:
-        RuntimeError: FAISS has no such setting.
-    """
+def _set_search_settings(index: Any, factory: str) -> None:
+    """Set what stands behind the colon of an index string."""
     if settings := factory.partition(":")[2]:
         faiss.ParameterSpace().set_index_parameters(index, settings)  # type: ignore[arg-type]  # wrong stub
 
 
 def _empty_index(factory: str, dim: int) -> Any:
     index = faiss.index_factory(dim, factory.partition(":")[0], faiss.METRIC_INNER_PRODUCT)
-    set_search_settings(index, factory)
+    _set_search_settings(index, factory)
     return index
 
 
@@ -349,7 +345,9 @@ def read_faiss(path: Path, factory: str) -> Any:
     Raises:
         RuntimeError: It can't be read.
     """
-    return faiss.read_index_binary(str(path)) if factory == "binary" else faiss.read_index(str(path))
+    index = faiss.read_index_binary(str(path)) if factory == "binary" else faiss.read_index(str(path))
+    _set_search_settings(index, factory)  # the file doesn't hold all of them
+    return index
 
 
 # Several vectors for each row -----------------------------------------------------------------------------------------

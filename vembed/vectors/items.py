@@ -19,7 +19,7 @@ import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Modality, Side, modality_of, modality_words
 from vembed.data.arrangements import BLOCK_ROWS, TINY, whole_numbers
-from vembed.data.table import ItemColumn
+from vembed.data.table import TEXT, ItemColumn
 from vembed.data.table_writer import ItemWriter
 from vembed.errors import ConfigError, DataError
 from vembed.text import every
@@ -84,6 +84,12 @@ class DistinctItems:
         # A content behind the last one is looked up at the last, which differs from it.
         nearest = np.minimum(np.searchsorted(sorted_ids, ids), len(sorted_ids) - 1)
         return np.where(sorted_ids[nearest] == ids, order[nearest], -1)
+
+    @property
+    def pictured(self) -> NDArray[np.int64]:
+        """Rows of the items that hold a picture, ascending."""
+        parts = [rows[table.modalities[numbers] != TEXT] for table, rows, numbers in self._by_table(self.numbers_N)]
+        return np.sort(np.concatenate(parts))
 
     def require(self, model: Encoder | CrossEncoder) -> None:
         """Refuse items that a model has no tower for.

@@ -26,14 +26,22 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-import faiss
 import numpy as np
 
 from vembed.batch import Ragged, texts_of
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.files import disk_error, new_file
 from vembed.vectors.encode import refuse_several_vectors
-from vembed.vectors.index import ExactIndex, build_index, new_index, search_index, set_search_settings, write_faiss
+from vembed.vectors.index import (
+    ExactIndex,
+    build_index,
+    new_index,
+    read_faiss,
+    rescore,
+    search_index,
+    trained_clusters,
+    write_faiss,
+)
 from vembed.vectors.items import DistinctItems
 from vembed.vectors.provenance import digest, model_key, vectors_key
 from vembed.vectors.store import VectorStore
@@ -53,7 +61,7 @@ if TYPE_CHECKING:
     from vembed.vectors.keys import MiningKeys
     from vembed.vectors.provenance import Key
 
-FORMAT = 3
+FORMAT = 4
 """Raised when the files change their meaning, or the choice its rules; files of other formats are made again."""
 
 RULES = ("relative margin", "absolute margin", "lowest score", "highest score")
@@ -165,13 +173,19 @@ def refuse_impossible(keys: MiningKeys, documents: DistinctItems, encoder: Encod
     """Refuse a mining that can't be done, before anything is encoded for it.
 
     Raises:
-        ConfigError: No candidate is left, the encoder gives several vectors for an item, or FAISS has no such index.
+        ConfigError: No candidate is left, the encoder gives several vectors for an item, or FAISS has no such index or
+            can't train it on so few documents.
         DataError: The encoder has no tower for a document.
     """
     if keys.mine_range_min >= min(keys.mine_range_max, len(documents)):
         raise ConfigError(
             f"mine_range_min {keys.mine_range_min} skips all candidates: there are {len(documents)} documents, "
             f"and mine_range_max is {keys.mine_range_max}; lower it"
+        )
+    if (least := max(trained_clusters(keys.mine_index))) > len(documents):
+        raise ConfigError(
+            f"mine_index {keys.mine_index} is trained on at least {least:,} documents, and there are "
+            f"{len(documents):,}; take fewer clusters, or Flat or HNSW32"
         )
     documents.require(encoder)
     refuse_several_vectors(encoder)
@@ -294,8 +308,8 @@ def choose(
         priorities_BK: The lowest ones are taken where `mine_sampling` is random.
 
     Returns:
-        Columns of the candidates that are taken, nearest first, -1 where there are too few, (B, n); and how many
-        candidates of the window each rule left out first, by its name.
+        Columns of the candidates that are taken, nearest first, -1 where there are too few, (B, n), n no larger than
+        the window; and how many candidates of the window each rule left out first, by its name.
     """
     positive_B1, num_candidates = positive_B[:, None], scores_BK.shape[1]
     relative, absolute = keys.mine_relative_margin, keys.mine_absolute_margin
@@ -320,9 +334,7 @@ def choose(
     # Behind the last column stands "none", which sorting leaves at the end.
     taken = np.where(np.take_along_axis(allowed_BK, taken, axis=1), taken, num_candidates)
     taken.sort(axis=1)
-    columns_Bn = np.full((len(scores_BK), keys.mine_negatives), -1, dtype=np.int64)
-    columns_Bn[:, : taken.shape[1]] = np.where(taken < num_candidates, taken, -1)
-    return columns_Bn, refused
+    return np.where(taken < num_candidates, taken, -1), refused
 
 
 def relative_limits(positive: NDArray[np.float32], margin: float) -> NDArray[np.float32]:
@@ -448,7 +460,8 @@ class Miner:
         ranks.gather_objects(None)  # all wait: every block is written
         with timed(self.seconds, "read"):
             parts = [part for part in map(_read, paths) if part is not None]
-        if len(parts) < len(paths):
+        # All wait: whoever has its answer may delete the folder.
+        if not all(ranks.gather_objects(len(parts) == len(paths))):
             raise MachineError(
                 f"{self.folder} isn't seen by all processes: it must lie on a file system that all machines share"
             )
@@ -469,9 +482,7 @@ class Miner:
 
         with timed(self.seconds, "build index"):
             self.encode.ranks.from_first(build)
-            index = faiss.read_index(str(path))
-            set_search_settings(index, self.keys.mine_index)  # the file doesn't hold all of them
-        return index
+            return read_faiss(path, self.keys.mine_index)
 
     def _mine_block(
         self,
@@ -495,6 +506,9 @@ class Miner:
             # So many more hits than wanted that the window is full once the known documents have been dropped.
             wanted = keys.mine_range_max + int(excluded.lengths.max(initial=0))
             scores, rows = search_index(index, queries_BE, k=wanted)
+            if keys.mine_index != "Flat":
+                # Scores of PQ, SQ or PCA are estimates, and the rules compare them with those of the positives.
+                scores, rows = rescore(documents_DE, queries_BE, rows, k=rows.shape[1])
             # Known pairs as single numbers, position * D + document, so that one isin serves the whole block.
             size = len(task.documents)
             known = np.repeat(np.arange(num_queries), excluded.lengths) * size + excluded.values

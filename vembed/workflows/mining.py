@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vembed.batch import Composed, Image, pictures_in
+from vembed.batch import Composed, pictures_in
 from vembed.data.columns import PROVENANCE, WEIGHT_COLUMN
 from vembed.errors import ConfigError, DataError, MachineError
-from vembed.files import disk_error, new_file
+from vembed.files import disk_error, is_folder, new_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,9 +44,9 @@ def refuse_output(path: Path, *, overwrite: bool) -> None:
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--output {path}: name a file that ends in {' or '.join(SUFFIXES)}")
-    if path.is_dir():
+    if is_folder(path):
         raise ConfigError(f"--output {path} is a folder; name a file that ends in {' or '.join(SUFFIXES)}")
-    if path.exists() and not overwrite:
+    if not overwrite and path.exists():
         raise ConfigError(f"{path} is there; replace it with --overwrite, or choose another file")
 
 
@@ -64,6 +64,22 @@ def rows_without_positives(path: Path, records: RecordTable, *, lists_grades: bo
             ".jsonl"
         )
     return rows
+
+
+def refuse_unwritable(task: MiningTask) -> None:
+    """Refuse queries and documents that no row of the output can hold, before anything is encoded for them.
+
+    Raises:
+        DataError: A picture can't stand in such a file.
+    """
+    for items in (task.queries, task.documents):
+        rows = items.pictured
+        for start in range(0, len(rows), BLOCK_ROWS):
+            for item in items.take(rows[start : start + BLOCK_ROWS]):
+                if items is task.queries:
+                    _pictures(item)
+                else:
+                    _side([item], "negatives", "negative_images")
 
 
 def write_rows(
@@ -87,7 +103,7 @@ def write_rows(
         lists_grades: Whether scores are grades: the label then lists one for each document; else it is 1 or 0.
 
     Raises:
-        DataError: A picture can't stand in such a file.
+        DataError: See `refuse_unwritable`.
         MachineError: The file can't be written.
     """
     blocks = partial(_blocks, records, task, mined, source, replaces=replaces, lists_grades=lists_grades)
@@ -186,7 +202,7 @@ def _row(record: Record, mined: list[Item], *, replaces: bool, lists_grades: boo
     else:
         if isinstance(query, Composed) and query.text:
             row["query"] = query.text
-        row["query_image"] = [_path(image) for image in pictures_in([query])]
+        row["query_image"] = _pictures(query)
     positives, kept = record.positives, () if replaces else record.negatives
     if not positives:  # a pair that doesn't belong together: its label says so again
         count = len(record.negatives) if lists_grades else 1
@@ -214,7 +230,7 @@ def _side(items: Any, texts_column: str, pictures_column: str) -> dict[str, Any]
     for item in items:
         if isinstance(item, Composed) and (item.text or len(item.images) > 1):
             raise DataError("a mined row can't hold a document of a picture with a text, or of several pictures")
-        pictures += [_path(image) for image in pictures_in([item])]
+        pictures += _pictures(item)
     cells: dict[str, Any] = {}
     if texts:
         cells[texts_column] = texts[0] if texts_column == "positive" and len(texts) == 1 else texts
@@ -223,7 +239,12 @@ def _side(items: Any, texts_column: str, pictures_column: str) -> dict[str, Any]
     return cells
 
 
-def _path(image: Image) -> str:
-    if image.data is not None:
-        raise DataError(f"{image.path} holds a picture's bytes: mined rows name pictures by path; store them as files")
-    return image.path
+def _pictures(item: Item) -> list[str]:
+    """Return the paths of an item's pictures."""
+    images = list(pictures_in([item]))
+    for image in images:
+        if image.data is not None:
+            raise DataError(
+                f"{image.path} holds a picture's bytes: mined rows name pictures by path; store them as files"
+            )
+    return [image.path for image in images]

@@ -148,13 +148,13 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _report(arguments: argparse.Namespace, rows: dict[str, dict[str, float]]) -> int:
     """Print quality, times and their ratio, and write result.json."""
-    from vembed.evaluation.benchmark.names import folder_names
+    from vembed.evaluation.benchmark.names import model_labels, unique_folders
     from vembed.evaluation.judge import verdict
     from vembed.evaluation.results import read_evaluation
 
     results = {}
     models = _models(arguments)
-    for name, folder in zip(models, folder_names(list(models.values())), strict=True):
+    for name, folder in zip(models, unique_folders(model_labels(list(models.values()))), strict=True):
         (found,) = (arguments.output / "evaluation" / folder).iterdir()
         results[name] = read_evaluation(found)
     metrics = (arguments.output / "vembed" / "metrics.jsonl").read_text().splitlines()

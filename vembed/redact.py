@@ -16,7 +16,7 @@ _SECRET_NAME = re.compile(_SECRET_WORD, re.IGNORECASE)
 _NAME = (
     r"(?:passw(?:or)?d|pwd|passphrase|secret(?:[_-]?access)?(?:[_-]?key)?|(?:api|access|account|auth|private)[_-]?key"
     r"|client[_-]?secret|credentials?|(?:(?<![a-z_-])|access[_-]?|auth[_-]?|api[_-]?|hf[_-]?|hub[_-]?|bearer[_-]?"
-    r"|refresh[_-]?|session[_-]?|security[_-]?|user[_-]?|wandb[_-]?)token)"
+    r"|refresh[_-]?|session[_-]?|security[_-]?|tracking[_-]?|user[_-]?|wandb[_-]?)token)"
 )
 _DIGIT_SOON = r"(?=[a-z_-]{0,100}[0-9])"  # keeps words of plain language
 

@@ -277,6 +277,18 @@ def test_files_that_the_repository_ignores_are_told(push: Any, hub: Hub, exporte
     assert "tokenizer.json" in hub.branches[REPO, "main"]
 
 
+def test_weights_of_an_earlier_push_are_named(push: Any, hub: Hub, exported: Path) -> None:
+    assert "still holds" not in push(exported, REPO).ok().err
+    hub.branches[REPO, "main"] |= {
+        "model-00001-of-00002.safetensors": b"",
+        "adapter_config.json": b"{}",
+        "mine.txt": b"",
+    }
+    told = push(exported, REPO).ok().err
+    assert f"{REPO} still holds adapter_config.json, model-00001-of-00002.safetensors, which this model hasn't" in told
+    assert "mine.txt" in hub.branches[REPO, "main"], "nothing is deleted"
+
+
 @pytest.mark.parametrize("tags", ["[sentence-transformers, generated_from_trainer]", "[", "vembed-like"])
 def test_a_card_of_another_tool_stays_here(push: Any, hub: Hub, mine: Path, tags: str) -> None:
     (mine / "README.md").write_text(f"---\ntags: {tags}\n---\n| a row of the training data |\n")

@@ -6,12 +6,14 @@
 2. Files that belong to no model stay here. A file of the model that is a link is refused, unless it leads into the
    blobs of a hub cache. Every text file that is left is read for paths of this machine and for secrets.
 3. The repository is made where there is none, private unless the caller says otherwise, and the folder is sent by
-   huggingface_hub, which skips what arrived before. Then the hub is asked whether all of it is there.
+   huggingface_hub, which skips what arrived before. Then the hub is asked whether all of it is there, and what else
+   that a loader would read.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vembed.evaluation.keys import CardKeys
+
+_log = logging.getLogger(__name__)
 
 MODEL_FILES = (
     *("config.json", "*_config.json", "config_sentence_transformers.json", MODULES_FILE, "vembed_*.json", "*.jinja"),
@@ -330,6 +334,18 @@ def _send(folder: Path, parcel: Pushed, *, public: bool, revision: str | None, m
         raise ConfigError(
             f"{repo}: the hub took the other files and left out {', '.join(missing)}: the repository's "
             ".gitignore names them; remove those lines there, and push again"
+        )
+    # Nothing of a user's is deleted, but transformers takes an adapter that lies beside the weights, and one file of
+    # weights before several.
+    sent = {name for name, _ in parcel.files}
+    read = (
+        name for name in there if WEIGHTS.fullmatch(name.rpartition("/")[2]) or name.endswith("adapter_config.json")
+    )
+    if stale := sorted(set(read) - sent):
+        _log.warning(
+            "%s still holds %s, which this model hasn't; others may load it with the model: delete it there",
+            repo,
+            ", ".join(stale),
         )
     return Pushed(parcel.repo, parcel.files, parcel.left_out, parcel.metadata, private, commit.commit_url)
 

@@ -165,6 +165,7 @@ def test_a_plugin_added_for_its_tracker_alone_is_told_and_not_refused(monkeypatc
         ("https://host/?q=a@b", "https://host/?q=a@b"),
         ("user@host:folder", "user@host:folder"),
         ("data/train.jsonl", "data/train.jsonl"),
+        ("MLFLOW_TRACKING_TOKEN=pw, HF_TOKEN=pw", "MLFLOW_TRACKING_TOKEN=***, HF_TOKEN=***"),
     ],
 )
 def test_redact_hides_what_a_url_carries_for_a_server(text: str, redacted: str) -> None:

@@ -467,7 +467,7 @@ def plan_compiling(problem: PlanningProblem, chosen: Candidate, *, num_batches: 
     word = "on, as set" if asked is True else "on" if compiles else "off"
     note = (
         f"compile: {word}: {graphs} kinds of graphs take about {taken:,} s to compile and save about {saved:,.0f} s "
-        f"({SAVED_SHARE:.0%} of {num_batches:,} steps of about {chosen.compute_seconds:.2g} s)"
+        f"({SAVED_SHARE:.0%} of {num_batches:,} batches of about {chosen.compute_seconds:.2g} s)"
     )
     return compiles, (note,)
 

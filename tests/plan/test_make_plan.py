@@ -155,7 +155,7 @@ def test_auto_compiles_where_a_run_is_long_enough_to_pay_it_back() -> None:
     for plan, word in ((long, "on"), (short, "off")):
         (said,) = [each for each in plan.reasons if each.startswith("compile: ")]
         assert said.startswith(f"compile: {word}: 3 kinds of graphs take about 180 s to compile and save about ")
-        assert f"(15% of {plan.steps.total:,} steps of about " in said
+        assert f"(15% of {plan.steps.total:,} batches of about " in said
 
 
 def test_the_users_word_wins() -> None:

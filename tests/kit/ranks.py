@@ -5,7 +5,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from kit.warm import WARM
 
@@ -21,11 +21,14 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self._start()
+
+    def _start(self) -> None:
         port = _free_port()
         self._ends, self._processes = [], []
-        for rank in range(world_size):
+        for rank in range(self.world_size):
             ours, theirs = WARM.Pipe()
-            process = WARM.Process(target=_serve, args=(theirs, rank, world_size, port), daemon=True)
+            process = WARM.Process(target=_serve, args=(theirs, rank, self.world_size, port), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(ours)
@@ -35,17 +38,33 @@ class RankPool:
         """Call `function(rank, *arguments)` on every rank and return what each returned.
 
         Raises:
-            AssertionError: When a rank raised; its traceback is in the message.
+            AssertionError: A rank raised, and its traceback is in the message; or it died or said nothing, and the next
+                call gets new processes.
         """
-        for end in self._ends:
-            end.send((function, arguments))
         answers = []
         for rank, end in enumerate(self._ends):
-            assert end.poll(TIMEOUT_SECONDS), f"rank {rank} said nothing for {TIMEOUT_SECONDS} seconds"
-            answers.append(end.recv())
+            try:
+                end.send((function, arguments))
+            except OSError:
+                self._fail(rank)
+        for rank, end in enumerate(self._ends):
+            try:
+                answers.append(end.recv() if end.poll(TIMEOUT_SECONDS) else self._fail(rank))
+            except (EOFError, OSError):
+                self._fail(rank)
         failures = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
         assert not failures, "\n".join(failures)
         return [value for _, value in answers]
+
+    def _fail(self, rank: int) -> NoReturn:
+        """Fail a call that a rank left without an answer, and replace all ranks: its answer may still come."""
+        self._processes[rank].join(1)
+        code = self._processes[rank].exitcode
+        self.close()
+        self._start()
+        raise AssertionError(
+            f"rank {rank} said nothing for {TIMEOUT_SECONDS} seconds" if code is None else f"rank {rank} died: {code}"
+        )
 
     def close(self) -> None:
         """End the processes."""

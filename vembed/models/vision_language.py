@@ -235,8 +235,8 @@ class VisionLanguageEncoder(Encoder):
     about = About(
         models="Vision-language models",
         decides="model_type, see below",
-        pooling="the family's, see below",
-        prompts="the instruction of each side",
+        pooling="as its files say; else the family's, see below",
+        prompts="as its files say; else the family's instruction",
         trainable="all, text, vision, projection, last_N_layers",
         writes="transformers",
     )

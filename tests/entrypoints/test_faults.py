@@ -266,7 +266,9 @@ def test_a_nan_loss_stops_the_run_before_any_weight_changes(
     assert "No weight was changed" in stopped.err
     report = json.loads((stopped.folder / "nonfinite-step-4.json").read_text())
     assert report["loss"] == "nan"
-    assert len(report["record_ids"]) == 16
+    lines = [int(place.removeprefix("train.jsonl:")) for place in report["rows"]]
+    assert len(set(lines)) == 16
+    assert all(1 <= line <= len(site.train.read_text("utf-8").splitlines()) for line in lines)
     assert steps_saved(stopped.folder)[-1] == 3
     for part in ("model", "optimizer"):
         for name, tensor in load_file(stopped.folder / f"checkpoints/step-00000003/{part}.safetensors").items():

@@ -28,10 +28,11 @@ def accepts(
     module_norms: Callable[[], dict[str, float]] = lambda: {"encoder.layer.0": 1.0, "head": float("nan")},
 ) -> bool:
     return guard.accepts(
-        step, loss=loss, grad_norm=grad_norm, record_ids=(3, 1, 2), temperature=0.05, module_norms=module_norms
+        step, loss=loss, grad_norm=grad_norm, rows=lambda: PLACES, temperature=0.05, module_norms=module_norms
     )
 
 
+PLACES = ["a.jsonl:3", "b.jsonl:1"]
 BAD = [(math.nan, 1.0), (0.5, math.inf), (-math.inf, math.nan)]
 
 
@@ -68,7 +69,7 @@ def test_stop_raises_and_leaves_a_report_that_any_json_reader_reads(
         "grad_norm": grad_norm if math.isfinite(grad_norm) else str(grad_norm),
         "temperature": 0.05,
         "module_grad_norms": {"encoder.layer.0": 1.0, "head": "nan"},
-        "record_ids": [3, 1, 2],
+        "rows": PLACES,
     }
 
 

@@ -96,7 +96,8 @@ class RunData:
         lines = []
         for name, task in self.sets.items():
             items = ItemCounts.of(task)
-            line = f"{task.name}: {len(task.queries)} queries, {len(task.documents)} documents"
+            sizes = plural(len(task.queries), "query", "queries"), plural(len(task.documents), "document")
+            line = f"{task.name}: {', '.join(sizes)}"
             if task.grades:
                 num_pairs = sum(map(len, task.grades.values()))
                 line += f", {num_pairs} pairs with a {'grade' if task.kind == 'grade' else 'truth'}"

@@ -140,7 +140,8 @@ class DistributedKeys(Section):
     )
     ddp_find_unused_parameters: bool = key(
         False,
-        "Known from other trainers and never needed: unused parameters count as zero. true adds a line to the plan.",
+        "Known from other trainers and never needed: a parameter that no process used stays as it is. true adds a line "
+        "to the plan.",
         affects="run",
     )
     dataloader_pin_memory: bool = key(

@@ -344,8 +344,8 @@ def _weight_notes(problem: PlanningProblem, way: Way) -> list[str]:
         )
     if config.ddp_find_unused_parameters:
         notes.append(
-            "ddp_find_unused_parameters true: never needed; every trainable weight that a device didn't use counts as "
-            "zero in the sum"
+            "ddp_find_unused_parameters true: never needed; a weight that a device didn't use counts as zero in the "
+            "sum, and one that none used stays as it is"
         )
     if problem.devices.count > 1 and way.mode is None:
         broadcast = config.ddp_broadcast_buffers

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class NonFiniteGuard:
     """Keep NaN and infinity out of the weights.
 
-    A step whose loss or gradient norm isn't finite leaves `nonfinite-step-N.json` (batch ids, loss, temperature,
+    A step whose loss or gradient norm isn't finite leaves `nonfinite-step-N.json` (rows, loss, temperature,
     gradient norm per module) and then stops the run, or is skipped and counted.
 
     Args:
@@ -57,7 +57,7 @@ class NonFiniteGuard:
         *,
         loss: float,
         grad_norm: float,
-        record_ids: Sequence[int],
+        rows: Callable[[], Sequence[str]],
         temperature: float | None,
         module_norms: Callable[[], Mapping[str, float]],
     ) -> bool:
@@ -66,8 +66,10 @@ class NonFiniteGuard:
         Args:
             step: Its number, 1 for the first.
             grad_norm: L2 norm over all gradients, before clipping.
+            rows: Returns where the rows of the step stand, such as "train.jsonl:12"; called only where something isn't
+                finite, as `module_norms`.
             temperature: That of the loss; None where it has none.
-            module_norms: Returns module -> L2 norm of its gradients; called only where something isn't finite.
+            module_norms: Returns module -> L2 norm of its gradients.
 
         Returns:
             False when the step is to be skipped.
@@ -87,7 +89,7 @@ class NonFiniteGuard:
             "grad_norm": _number(grad_norm),
             "temperature": None if temperature is None else _number(temperature),
             "module_grad_norms": {name: _number(norm) for name, norm in norms.items()},
-            "record_ids": list(record_ids),
+            "rows": list(rows()),
         }
         report = Path(f"nonfinite-step-{step}.json")
         if self._folder is not None:  # else another rank writes: it has the same batch and norms

@@ -175,7 +175,7 @@ class TrainingLoop:
                 step + 1,
                 loss=totals.loss,
                 grad_norm=grad_norm,
-                record_ids=totals.record_ids,
+                rows=lambda: run.data.records.locations(totals.record_ids),
                 temperature=temperature,
                 module_norms=optimizer.module_norms,  # computed only for the report of a bad step
             )

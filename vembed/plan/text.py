@@ -322,7 +322,8 @@ def zero_stages(problem: PlanningProblem) -> Iterator[str]:
     count, model = problem.devices.count, problem.model
     if count == 1:
         return
-    plain = replace(problem, config=problem.config.model_copy(update={"use_lora": False}))
+    one_batch = {"use_lora": False, "gradient_accumulation_steps": 1}  # the formulas count one gradient of each weight
+    plain = replace(problem, config=problem.config.model_copy(update=one_batch))
     held = model.num_parameters * model.bytes_per_value
     size = f"M = {show_count(model.num_parameters)} parameters x {model.bytes_per_value} bytes = {show_bytes(held)}"
     yield f"{size}, k = {ADAM_STATES} (AdamW), N = {count}, before activations"

@@ -159,6 +159,14 @@ def test_a_model_without_its_image_processor_is_refused(tmp_path: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("kind", ["dinov2", "clip"])
+def test_an_image_processor_that_keeps_the_shape_of_pictures_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = write(tmp_path, kind)
+    edit_json(folder / "preprocessor_config.json", do_center_crop=False, size={"shortest_edge": SIDE})
+    with pytest.raises(ConfigError, match=f"square picture becomes {SIDE} x {SIDE} .* {SIDE} x {2 * SIDE}, "):
+        load(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

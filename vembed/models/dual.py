@@ -23,7 +23,6 @@ from vembed.models.encoder import About
 from vembed.models.exportable import Recipe
 from vembed.models.formats import Pipeline, model_type_of
 from vembed.models.pictures import (
-    blank_picture,
     last_step,
     normalised,
     own_lengths,
@@ -31,6 +30,7 @@ from vembed.models.pictures import (
     process_pictures,
     refuse_other_size,
     run_processor,
+    sample_pixels,
 )
 from vembed.models.plannable import find_tower, layer_values, picture_inputs, token_inputs
 from vembed.models.pooling import unit
@@ -84,10 +84,9 @@ class DualEncoder(TwoTowers, TransformersPictures):
         self.padding_id = pad_id
         self.patch_size = int(config.vision_config.patch_size)
         self.normalisation = last_step(image_processor, name)
-        # A blank picture shows the tokens of any; SigLIP 2's processor pads each to the most that it allows.
-        blank = run_processor(image_processor, [blank_picture()])
-        refuse_other_size(name, blank["pixel_values"], config.vision_config)
-        self.picture_tokens = int(picture_lengths(blank["pixel_values"], self.patch_size)[0])
+        sample = sample_pixels(name, image_processor)  # SigLIP 2's processor pads each picture to the most it allows
+        refuse_other_size(name, sample, config.vision_config)
+        self.picture_tokens = int(picture_lengths(sample, self.patch_size)[0])
         # The file's temperature belongs to the loss that the model was trained with; here the loss has its own.
         for key in ("logit_scale", "logit_bias"):
             if hasattr(model, key):

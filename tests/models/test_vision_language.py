@@ -127,6 +127,14 @@ def test_the_prompt_of_an_entry_of_data_is_read_as_that_of_the_run(folders: dict
         encoder.with_prompts({"document": "Like <|image_pad|>"})
 
 
+def test_a_prompt_with_what_a_template_writes_for_a_picture_is_refused(folders: dict[str, Path]) -> None:
+    # Gemma3's template writes the start of a picture, in whose place its tokens go.
+    with pytest.raises(ConfigError, match="query_prompt holds <start_of_image>, which stands for a picture"):
+        load(folders["gemma3"], prompts={"query": "See <start_of_image>"})
+    with pytest.raises(ConfigError, match="document_prompt holds <start_of_image>, which stands for a picture"):
+        load(folders["gemma3"]).with_prompts({"document": "See <start_of_image>"})
+
+
 def test_a_picture_costs_the_tokens_that_stand_for_it(folders: dict[str, Path]) -> None:
     encoder = load(folders["qwen3_vl"])
     composed, text = encoder.featurize([Composed((LARGE,), "in red")], "query"), encoder.featurize(["in red"], "query")

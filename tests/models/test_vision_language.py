@@ -14,7 +14,8 @@ from kit.picture_models import opened, picture, vectors
 from kit.text_models import embed, load_any
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
-from transformers import AutoModel, AutoProcessor
+from tokenizers import AddedToken
+from transformers import AutoModel, AutoProcessor, AutoTokenizer
 from transformers.models.smolvlm import processing_smolvlm
 from vision_language_cases import FAMILY_BUILDERS, SIDE, VISION_LANGUAGE_BUILDERS, write_vision_language
 
@@ -161,6 +162,18 @@ def test_a_long_row_loses_words_and_neither_pictures_nor_special_tokens(folders:
     ordinary = ids[~np.isin(ids, special)]
     assert list(kept[~np.isin(kept, special)]) == list(ordinary[: (~np.isin(kept, special)).sum()])
     assert vectors(short, [long]).isfinite().all()
+
+
+def test_a_special_token_without_a_name_stays_in_a_long_row(folders: dict[str, Path], tmp_path: Path) -> None:
+    # As the turns of Gemma3: its tokenizer marks them, and none of its named tokens is one of them.
+    folder = shutil.copytree(folders["gemma3"], tmp_path / "gemma3")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([AddedToken("Z", special=True)])
+    tokenizer.save_pretrained(folder)
+    turn = tokenizer.convert_tokens_to_ids("Z")
+    assert turn not in tokenizer.all_special_ids
+    ids = load(folder, max_seq_length=40).featurize(["many words " * 40 + "Z"], "query").columns["input_ids"].values
+    assert (len(ids), ids[-1]) == (40, turn)
 
 
 def test_flat_pictures_keep_the_bound_and_flatter_ones_are_refused_by_name(folders: dict[str, Path]) -> None:

@@ -208,7 +208,7 @@ def _stand_in(config: PreTrainedConfig) -> Any:
     """Return what encoders and families read of a processor, for the shape of a model, which has no files."""
     network: Any = getattr(config, "vlm_config", config)
     vision, tokenizer = network.vision_config, tokenizer_facts(MOST_TOKENS)
-    tokenizer.all_special_ids, tokenizer.convert_ids_to_tokens = (), str
+    tokenizer.all_special_ids, tokenizer.added_tokens_decoder, tokenizer.convert_ids_to_tokens = (), {}, str
     side = side_of(getattr(vision, "image_size", PICTURE_SIDE))  # Qwen's have none: they take any
     tokens = square_tokens(network) if hasattr(vision, "image_size") else 0
     images = SimpleNamespace(
@@ -307,7 +307,9 @@ class VisionLanguageEncoder(Encoder):
                 f"{name}: its tokenizer {problem}: tokenizer_config.json is damaged or of another model. Copy the "
                 f"folder again"
             )
-        self._kept_ids = np.array(sorted({*special_ids, self._image_id}))  # those that no cut takes out of a row
+        # Those that no cut takes out of a row. A tokenizer marks more as special than it names: Gemma3's turns.
+        marked = {token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self._kept_ids = np.array(sorted({*special_ids, *marked, self._image_id}))
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

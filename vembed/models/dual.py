@@ -21,7 +21,7 @@ from vembed.batch import Features, Ragged
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
 from vembed.models.exportable import Recipe
-from vembed.models.formats import Pipeline, model_type_of
+from vembed.models.formats import Pipeline, model_type_of, module_kinds, read_modules
 from vembed.models.pictures import (
     last_step,
     normalised,
@@ -57,7 +57,7 @@ class DualEncoder(TwoTowers, TransformersPictures):
 
     about = About(
         models="CLIP, SigLIP, SigLIP 2",
-        decides="model_type",
+        decides="model_type, or a modules.json with a CLIPModel",
         pooling="each tower's own",
         prompts="none",
         trainable="all, text, vision, projection, last_N_layers",
@@ -95,14 +95,21 @@ class DualEncoder(TwoTowers, TransformersPictures):
     @classmethod
     @override
     def recognises(cls, files: ModelFiles) -> bool:
-        return model_type_of(files) in PADS_TEXTS
+        subfolder = _subfolder(files)
+        return (files.config(subfolder).model_type if subfolder else model_type_of(files)) in PADS_TEXTS
 
     @classmethod
     @override
     def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> DualEncoder:
-        model = files.backbone("", files.config(), AutoModel)
-        encoder = cls(files.name, model=model, tokenizer=files.tokenizer(), image_processor=files.image_processor())
-        encoder.pipeline().refuse_other(files)
+        subfolder = _subfolder(files)
+        encoder = cls(
+            files.name,
+            model=files.backbone(subfolder, files.config(subfolder), AutoModel),
+            tokenizer=files.tokenizer(subfolder),
+            image_processor=files.image_processor(subfolder),
+        )
+        if not subfolder:
+            encoder.pipeline().refuse_other(files)
         return encoder
 
     @property
@@ -235,3 +242,9 @@ class DualEncoder(TwoTowers, TransformersPictures):
             side = self.tokenizer.padding_side
             padding = {"padding": "max_length", "padding_side": side, "return_attention_mask": False}
         return Recipe("dual", "AutoModel", "", padding)
+
+
+def _subfolder(files: ModelFiles) -> str:
+    """Return the folder of a CLIPModel of sentence-transformers, as in its clip-ViT-B-32; "" for all other models."""
+    modules = read_modules(files)
+    return str(modules[0]["path"]) if module_kinds(files) in {("CLIPModel",), ("CLIPModel", "Normalize")} else ""

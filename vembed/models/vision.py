@@ -378,6 +378,8 @@ class PatchEncoder(VisionEncoder):
         first_tokens = VISION_FAMILIES[config.model_type].first_tokens
         assert first_tokens is not None
         self._before_patches = first_tokens + getattr(config, "num_register_tokens", 0)
+        if config.model_type == "clip_vision_model":  # its last norm stands behind the tokens, for the head alone
+            backbone.get_submodule("post_layernorm").requires_grad_(requires_grad=False)
 
     @classmethod
     @override

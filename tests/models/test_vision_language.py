@@ -147,6 +147,9 @@ def test_a_picture_costs_the_tokens_that_stand_for_it(folders: dict[str, Path]) 
         assert max(tokens) <= most < sides[0]
     with pytest.raises(ConfigError, match="a picture of 64 tokens doesn't fit rows of 60"):
         load(folders["qwen3_vl"], max_seq_length=60, image_tokens=64)
+    # With the tokens around it no picture fits: the keys are wrong, and the files are sound.
+    with pytest.raises(ConfigError, match=r"takes 11 tokens .* row has 8; lower image_tokens or raise max_seq_length$"):
+        load(folders["qwen3_vl"], max_seq_length=8, image_tokens=5)
 
 
 def test_a_long_row_loses_words_and_neither_pictures_nor_special_tokens(folders: dict[str, Path]) -> None:

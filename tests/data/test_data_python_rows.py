@@ -1,5 +1,6 @@
 """Rows of a Python caller: whatever holds them, they are read and checked as those of a file."""
 
+import base64
 import datetime
 import json
 from collections.abc import Iterator
@@ -148,6 +149,16 @@ def test_an_error_of_the_callers_own_generator_stays_his_and_a_disk_that_refuses
     with pytest.raises(MachineError, match="can't be written"):
         write_rows(ROWS, tmp_path / "file", "data", ImageLimits())
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_base64_may_be_broken_into_lines(tmp_path: Path) -> None:
+    PIL.Image.effect_noise((40, 30), 50).save(tmp_path / "noise.png")
+    data = (tmp_path / "noise.png").read_bytes()
+    lines = base64.encodebytes(data).decode()  # 76 characters each, as the program base64 writes them
+    assert lines.count("\n") > 1
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"query": "a", "positive_image": {"bytes": lines}}) + "\n")
+    (record,) = DataSource(str(tmp_path / "rows.jsonl"), "train").records().table
+    assert _file(record).read() == data
 
 
 def test_base64_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from dataclasses import replace
@@ -85,6 +86,14 @@ def test_a_bag_is_the_weighted_mean_of_its_ngrams(bag: NgramBag) -> None:
     weights = bag.weight.weight[grams, 0].exp()
     expected = (bag.table.weight[grams] * weights[:, None]).sum(0)
     assert torch.allclose(embed(bag, ["the big seaTurtle"])[0], expected / expected.norm())
+
+
+def test_a_bag_in_bfloat16_takes_weights_that_mixed_precision_made_wider() -> None:
+    # On CUDA autocast computes an exponential in float32, whatever the table's type.
+    narrow = NgramBag(NgramBagConfig(dimension=16, buckets=4096)).to(torch.bfloat16)
+    narrow.weight.float()
+    exact = copy.deepcopy(narrow).float()
+    assert torch.allclose(embed(narrow, TEXTS), embed(exact, TEXTS), atol=0.02)
 
 
 def test_a_bag_cuts_identifiers_into_their_parts(bag: NgramBag) -> None:

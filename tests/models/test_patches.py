@@ -55,6 +55,16 @@ def test_each_token_of_a_picture_becomes_a_vector(folders: dict[str, Path], kind
     assert (found[0] - found[1]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("kind", TOKENS)
+def test_all_that_trains_reaches_a_vector(folders: dict[str, Path], kind: str) -> None:
+    encoder = late(folders[kind])
+    features = encoder.featurize(PICTURES, "document")
+    z_VE = encoder(encoder.collate(features, np.arange(len(PICTURES)), 0))
+    (z_VE * torch.randn_like(z_VE)).sum().backward()
+    trained = {name: weight.grad for name, weight in encoder.named_parameters() if weight.requires_grad}
+    assert [name for name, gradient in trained.items() if gradient is None] == []
+
+
 @pytest.mark.parametrize(
     ("keys", "count"),
     [({}, 1 + PATCHES), ({"topk_tokens": 5}, 5), ({"pool_factor": 3.0}, 1 + PATCHES // 3)],

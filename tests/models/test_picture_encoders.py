@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from kit.picture_models import (
 from kit.picture_models import write_picture_model as write
 from kit.text_models import TEXTS, edit_json, load_any, write_model
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
 from transformers import AutoImageProcessor, AutoModel
 
 from vembed.batch import ImageLimits
@@ -30,6 +33,8 @@ from vembed.errors import ConfigError, DataError, MachineError
 from vembed.models.from_scratch import TinyClip
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder, load_skeleton
+from vembed.models.measure import ProfileTarget
+from vembed.models.profile import profile_model
 from vembed.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
@@ -75,6 +80,23 @@ def test_picture_encoders_give_the_vectors_of_transformers(folders: dict[str, Pa
         "clip vision": lambda: outputs.pooler_output,
     }.get(kind, lambda: outputs.last_hidden_state[:, 0])()
     assert (vectors(encoder, PICTURES) - F.normalize(expected, dim=-1)).abs().max() <= 1e-5
+
+
+def test_a_clip_in_a_folder_of_sentence_transformers_reads_pictures_too(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    # As clip-ViT-B-32 of sentence-transformers lies on the hub: all files in a module's own folder.
+    shutil.copytree(folders["clip"], tmp_path / "0_CLIPModel")
+    module = {"idx": 0, "name": "0", "path": "0_CLIPModel", "type": "sentence_transformers.models.CLIPModel"}
+    (tmp_path / "modules.json").write_text(json.dumps([module]))
+    encoder = load(tmp_path)
+    for items in (TEXTS, PICTURES):
+        assert torch.equal(vectors(encoder, items), vectors(load(folders["clip"]), items))
+    library = SentenceTransformer(str(tmp_path))
+    for items, wanted in ((TEXTS, library.encode(list(TEXTS))), (PICTURES, library.encode(opened(PICTURES)))):
+        torch.testing.assert_close(vectors(encoder, items), F.normalize(torch.tensor(wanted)), rtol=0, atol=1e-5)
+    size = profile_model(ModelKeys(model_name=str(tmp_path)), ProfileTarget("cpu"))
+    assert (size.estimated, size.modalities) == (False, encoder.modalities)
 
 
 @pytest.mark.parametrize("kind", [*DUAL_BUILDERS, "clip vision", "vit", "dinov2", "dinov3"])
@@ -156,6 +178,14 @@ def test_a_model_without_its_image_processor_is_refused(tmp_path: Path) -> None:
     load(folder)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match="could not be loaded"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "clip"])
+def test_an_image_processor_that_keeps_the_shape_of_pictures_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = write(tmp_path, kind)
+    edit_json(folder / "preprocessor_config.json", do_center_crop=False, size={"shortest_edge": SIDE})
+    with pytest.raises(ConfigError, match=f"square picture becomes {SIDE} x {SIDE} .* {SIDE} x {2 * SIDE}, "):
         load(folder)
 
 

@@ -14,7 +14,8 @@ from kit.picture_models import opened, picture, vectors
 from kit.text_models import embed, load_any
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
-from transformers import AutoModel, AutoProcessor
+from tokenizers import AddedToken
+from transformers import AutoModel, AutoProcessor, AutoTokenizer
 from transformers.models.smolvlm import processing_smolvlm
 from vision_language_cases import FAMILY_BUILDERS, SIDE, VISION_LANGUAGE_BUILDERS, write_vision_language
 
@@ -127,6 +128,14 @@ def test_the_prompt_of_an_entry_of_data_is_read_as_that_of_the_run(folders: dict
         encoder.with_prompts({"document": "Like <|image_pad|>"})
 
 
+def test_a_prompt_with_what_a_template_writes_for_a_picture_is_refused(folders: dict[str, Path]) -> None:
+    # Gemma3's template writes the start of a picture, in whose place its tokens go.
+    with pytest.raises(ConfigError, match="query_prompt holds <start_of_image>, which stands for a picture"):
+        load(folders["gemma3"], prompts={"query": "See <start_of_image>"})
+    with pytest.raises(ConfigError, match="document_prompt holds <start_of_image>, which stands for a picture"):
+        load(folders["gemma3"]).with_prompts({"document": "See <start_of_image>"})
+
+
 def test_a_picture_costs_the_tokens_that_stand_for_it(folders: dict[str, Path]) -> None:
     encoder = load(folders["qwen3_vl"])
     composed, text = encoder.featurize([Composed((LARGE,), "in red")], "query"), encoder.featurize(["in red"], "query")
@@ -138,6 +147,9 @@ def test_a_picture_costs_the_tokens_that_stand_for_it(folders: dict[str, Path]) 
         assert max(tokens) <= most < sides[0]
     with pytest.raises(ConfigError, match="a picture of 64 tokens doesn't fit rows of 60"):
         load(folders["qwen3_vl"], max_seq_length=60, image_tokens=64)
+    # With the tokens around it no picture fits: the keys are wrong, and the files are sound.
+    with pytest.raises(ConfigError, match=r"takes 11 tokens .* row has 8; lower image_tokens or raise max_seq_length$"):
+        load(folders["qwen3_vl"], max_seq_length=8, image_tokens=5)
 
 
 def test_a_long_row_loses_words_and_neither_pictures_nor_special_tokens(folders: dict[str, Path]) -> None:
@@ -153,6 +165,18 @@ def test_a_long_row_loses_words_and_neither_pictures_nor_special_tokens(folders:
     ordinary = ids[~np.isin(ids, special)]
     assert list(kept[~np.isin(kept, special)]) == list(ordinary[: (~np.isin(kept, special)).sum()])
     assert vectors(short, [long]).isfinite().all()
+
+
+def test_a_special_token_without_a_name_stays_in_a_long_row(folders: dict[str, Path], tmp_path: Path) -> None:
+    # As the turns of Gemma3: its tokenizer marks them, and none of its named tokens is one of them.
+    folder = shutil.copytree(folders["gemma3"], tmp_path / "gemma3")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([AddedToken("Z", special=True)])
+    tokenizer.save_pretrained(folder)
+    turn = tokenizer.convert_tokens_to_ids("Z")
+    assert turn not in tokenizer.all_special_ids
+    ids = load(folder, max_seq_length=40).featurize(["many words " * 40 + "Z"], "query").columns["input_ids"].values
+    assert (len(ids), ids[-1]) == (40, turn)
 
 
 def test_flat_pictures_keep_the_bound_and_flatter_ones_are_refused_by_name(folders: dict[str, Path]) -> None:

@@ -397,7 +397,7 @@ class ImageRoot:
                 raise PictureFault("expected a picture: neither 'bytes' nor 'path' holds anything")
             if isinstance(data, str):
                 try:
-                    data = base64.b64decode(data, validate=True)
+                    data = base64.b64decode("".join(data.split()), validate=True)  # often broken into lines
                 except ValueError as error:
                     raise PictureFault("expected a picture: 'bytes' is a text that is not base64") from error
             cell = path if data is None else data

@@ -21,9 +21,8 @@ from vembed.batch import Features, Ragged
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
 from vembed.models.exportable import Recipe
-from vembed.models.formats import Pipeline, model_type_of
+from vembed.models.formats import Pipeline, model_type_of, module_kinds, read_modules
 from vembed.models.pictures import (
-    blank_picture,
     last_step,
     normalised,
     own_lengths,
@@ -31,6 +30,7 @@ from vembed.models.pictures import (
     process_pictures,
     refuse_other_size,
     run_processor,
+    sample_pixels,
 )
 from vembed.models.plannable import find_tower, layer_values, picture_inputs, token_inputs
 from vembed.models.pooling import unit
@@ -57,7 +57,7 @@ class DualEncoder(TwoTowers, TransformersPictures):
 
     about = About(
         models="CLIP, SigLIP, SigLIP 2",
-        decides="model_type",
+        decides="model_type, or a modules.json with a CLIPModel",
         pooling="each tower's own",
         prompts="none",
         trainable="all, text, vision, projection, last_N_layers",
@@ -84,10 +84,9 @@ class DualEncoder(TwoTowers, TransformersPictures):
         self.padding_id = pad_id
         self.patch_size = int(config.vision_config.patch_size)
         self.normalisation = last_step(image_processor, name)
-        # A blank picture shows the tokens of any; SigLIP 2's processor pads each to the most that it allows.
-        blank = run_processor(image_processor, [blank_picture()])
-        refuse_other_size(name, blank["pixel_values"], config.vision_config)
-        self.picture_tokens = int(picture_lengths(blank["pixel_values"], self.patch_size)[0])
+        sample = sample_pixels(name, image_processor)  # SigLIP 2's processor pads each picture to the most it allows
+        refuse_other_size(name, sample, config.vision_config)
+        self.picture_tokens = int(picture_lengths(sample, self.patch_size)[0])
         # The file's temperature belongs to the loss that the model was trained with; here the loss has its own.
         for key in ("logit_scale", "logit_bias"):
             if hasattr(model, key):
@@ -96,14 +95,21 @@ class DualEncoder(TwoTowers, TransformersPictures):
     @classmethod
     @override
     def recognises(cls, files: ModelFiles) -> bool:
-        return model_type_of(files) in PADS_TEXTS
+        subfolder = _subfolder(files)
+        return (files.config(subfolder).model_type if subfolder else model_type_of(files)) in PADS_TEXTS
 
     @classmethod
     @override
     def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> DualEncoder:
-        model = files.backbone("", files.config(), AutoModel)
-        encoder = cls(files.name, model=model, tokenizer=files.tokenizer(), image_processor=files.image_processor())
-        encoder.pipeline().refuse_other(files)
+        subfolder = _subfolder(files)
+        encoder = cls(
+            files.name,
+            model=files.backbone(subfolder, files.config(subfolder), AutoModel),
+            tokenizer=files.tokenizer(subfolder),
+            image_processor=files.image_processor(subfolder),
+        )
+        if not subfolder:
+            encoder.pipeline().refuse_other(files)
         return encoder
 
     @property
@@ -236,3 +242,9 @@ class DualEncoder(TwoTowers, TransformersPictures):
             side = self.tokenizer.padding_side
             padding = {"padding": "max_length", "padding_side": side, "return_attention_mask": False}
         return Recipe("dual", "AutoModel", "", padding)
+
+
+def _subfolder(files: ModelFiles) -> str:
+    """Return the folder of a CLIPModel of sentence-transformers, as in its clip-ViT-B-32; "" for all other models."""
+    modules = read_modules(files)
+    return str(modules[0]["path"]) if module_kinds(files) in {("CLIPModel",), ("CLIPModel", "Normalize")} else ""

@@ -221,11 +221,11 @@ class ModelFiles:
             )
         return tokenizer
 
-    def image_processor(self) -> Any:
+    def image_processor(self, subfolder: str = "") -> Any:
         """Load the image processor: the sizes, crops and means that the model was trained with."""
         from transformers import AutoImageProcessor
 
-        return self._load(AutoImageProcessor, "")
+        return self._load(AutoImageProcessor, subfolder)
 
     def backbone(self, subfolder: str, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:
         """Load the transformer in the wanted type and attention."""
@@ -363,10 +363,10 @@ class SkeletonFiles(ModelFiles):
         """Load the tokenizer; of a shape, return what encoders read of one."""
         return tokenizer_facts(int(1e30)) if self.shape else super().tokenizer(subfolder)
 
-    def image_processor(self) -> Any:
+    def image_processor(self, subfolder: str = "") -> Any:
         """Load the image processor; of a shape, return what makes pictures of the size that the config names."""
         if not self.shape:
-            return super().image_processor()
+            return super().image_processor(subfolder)
         config = self.config()
         side = getattr(getattr(config, "vision_config", config), "image_size", PICTURE_SIDE)
 

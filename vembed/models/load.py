@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vembed import collector_paused
 from vembed.batch import Image
-from vembed.errors import ConfigError
+from vembed.errors import ConfigError, DataError
 from vembed.models.checked_files import unreadable
 from vembed.models.formats import read_modules
 from vembed.models.hub import ModelFiles, SkeletonFiles, saved_background
@@ -142,6 +142,8 @@ def load_from(files: ModelFiles, texts: Iterable[str]) -> Encoder:
                 encoder.featurize([item], "query")
             except ConfigError:
                 raise
+            except DataError as error:  # by the keys no such item fits, whatever the files
+                raise ConfigError(f"{files.name}: {error}") from error
             except Exception as error:  # of a library, or of a template that a model brings along
                 raise unreadable(files.name, modality, error) from error
     if "image" in encoder.modalities and "" in encoder.parts():  # towers of two models have their backgrounds by now

@@ -243,6 +243,25 @@ def blank_picture() -> PIL.Image.Image:
     return PIL.Image.new("RGB", (64, 64))
 
 
+def sample_pixels(name: str, processor: Any) -> NDArray[Any]:
+    """Return what an image processor of transformers makes of a blank picture, and of any other in the same size.
+
+    Raises:
+        ConfigError: The size depends on the shape of a picture.
+    """
+    square, wide = (
+        run_processor(processor, [PIL.Image.new("RGB", size)])["pixel_values"] for size in ((64, 64), (64, 32))
+    )
+    if square.shape != wide.shape:
+        sizes = [" x ".join(map(str, pixels.shape[2:])) for pixels in (square, wide)]
+        raise ConfigError(
+            f"{name}: by its preprocessor_config.json a square picture becomes {sizes[0]} pixels and a wide one "
+            f"{sizes[1]}, but the pictures of a batch must have one size; set do_center_crop: true there, or a size "
+            f"of height and width"
+        )
+    return square
+
+
 def blank_png() -> bytes:
     """Return such a picture as the bytes of a file."""
     buffer = BytesIO()

@@ -156,10 +156,9 @@ class NgramBag(Encoder):
         grams, offsets, rows = inputs["grams"], inputs["offsets"], inputs["rows"]
         weights = self.weight(grams).squeeze(-1).exp()  # positive, and 1 at the start
         totals = weights.new_zeros(len(offsets)).index_add(0, rows, weights)
-        x = F.embedding_bag(
-            grams, self.table.weight, offsets, mode="sum", per_sample_weights=(weights / totals[rows]).to(weights.dtype)
-        )
-        return unit(x)
+        table = self.table.weight
+        shares = (weights / totals[rows]).to(table.dtype)  # autocast made them float32, and a bag takes one type
+        return unit(F.embedding_bag(grams, table, offsets, mode="sum", per_sample_weights=shares))
 
     @classmethod
     def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> NgramBag:  # noqa: ARG003

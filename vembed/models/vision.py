@@ -43,7 +43,6 @@ from vembed.models.formats import (
 from vembed.models.late import TokenHead, make_head, refuse_pooling
 from vembed.models.pictures import (
     ASSUMED_PATCH_SIZE,
-    blank_picture,
     last_step,
     normalised,
     picture_lengths,
@@ -53,6 +52,7 @@ from vembed.models.pictures import (
     refuse_other_size,
     rows_of,
     run_processor,
+    sample_pixels,
     side_of,
 )
 from vembed.models.plannable import find_tower, layer_values, picture_inputs
@@ -190,13 +190,12 @@ class VisionEncoder(TransformersPictures):
             self.dimension = int(config.hidden_sizes[-1] if hasattr(config, "hidden_sizes") else config.hidden_size)
         self._patch_size = side_of(getattr(patches, "patch_size", ASSUMED_PATCH_SIZE))
 
-        # A blank picture shows what the processor makes of any: all pictures of a model come out in one size.
         self.normalisation = last_step(image_processor, name)
-        blank = run_processor(image_processor, [blank_picture()])
+        sample = sample_pixels(name, image_processor)
         if VISION_FAMILIES[config.model_type].one_size:
-            refuse_other_size(name, blank["pixel_values"], config)
-        refuse_less_than_a_patch(name, blank["pixel_values"], config)
-        self.picture_tokens = int(picture_lengths(blank["pixel_values"], self._patch_size)[0])
+            refuse_other_size(name, sample, config)
+        refuse_less_than_a_patch(name, sample, config)
+        self.picture_tokens = int(picture_lengths(sample, self._patch_size)[0])
 
         pooler = getattr(backbone, "pooler", None)
         if self.pooling == "head" and isinstance(pooler, nn.Module):
@@ -379,6 +378,8 @@ class PatchEncoder(VisionEncoder):
         first_tokens = VISION_FAMILIES[config.model_type].first_tokens
         assert first_tokens is not None
         self._before_patches = first_tokens + getattr(config, "num_register_tokens", 0)
+        if config.model_type == "clip_vision_model":  # its last norm stands behind the tokens, for the head alone
+            backbone.get_submodule("post_layernorm").requires_grad_(requires_grad=False)
 
     @classmethod
     @override

@@ -118,14 +118,13 @@ def load_processor(
     image_tokens = family.limit_images(processor, wanted, keys.max_image_size)
 
     network = getattr(config, "vlm_config", config)  # ColPali's and ColQwen2's is within theirs
-    placeholder = str(processor.tokenizer.convert_ids_to_tokens(network.image_token_id))
     prompts: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
     saved_instructions = saved.get("instructions", {})
     chosen = {
         side: saved_instructions.get(side, family.instruction) if prompt is None else prompt
         for side, prompt in prompts.items()
     }
-    instructions = as_instructions(chosen, family, placeholder)
+    instructions = as_instructions(chosen, family, placeholders_of(processor, network.image_token_id))
 
     limits = (
         processor.tokenizer.model_max_length,
@@ -142,19 +141,29 @@ def load_processor(
     return processor, VisionLanguageSpec(instructions, max_length, image_tokens, pooling)
 
 
-def as_instructions(prompts: Mapping[Side, str], family: VisionLanguageFamily, placeholder: str) -> dict[Side, str]:
+def placeholders_of(processor: Any, image_token_id: int) -> tuple[str, ...]:
+    """Return what stands for a picture in the words of a template, and for each of its tokens: often the same."""
+    written = getattr(processor, "image_token", None)
+    token = str(processor.tokenizer.convert_ids_to_tokens(image_token_id))
+    return (token,) if written in (None, token) else (written, token)
+
+
+def as_instructions(
+    prompts: Mapping[Side, str], family: VisionLanguageFamily, placeholders: Sequence[str]
+) -> dict[Side, str]:
     """Return prompts as a family wants its instructions, with punctuation at their end.
 
     Args:
-        placeholder: What stands for a picture: in a prompt it would be taken for one.
+        placeholders: What stands for a picture: in a prompt it would be taken for one.
 
     Raises:
-        ConfigError: A prompt holds it.
+        ConfigError: A prompt holds one.
     """
     instructions: dict[Side, str] = {}
     for side, prompt in prompts.items():
-        if placeholder in prompt:
-            raise ConfigError(f"{side}_prompt holds {placeholder}, which stands for a picture; leave it out")
+        for placeholder in placeholders:
+            if placeholder in prompt:
+                raise ConfigError(f"{side}_prompt holds {placeholder}, which stands for a picture; leave it out")
         words = prompt.strip()
         ends = not words or unicodedata.category(words[-1]).startswith("P")
         instructions[side] = words if ends or not family.ends_instruction else f"{words}."
@@ -199,7 +208,7 @@ def _stand_in(config: PreTrainedConfig) -> Any:
     """Return what encoders and families read of a processor, for the shape of a model, which has no files."""
     network: Any = getattr(config, "vlm_config", config)
     vision, tokenizer = network.vision_config, tokenizer_facts(MOST_TOKENS)
-    tokenizer.all_special_ids, tokenizer.convert_ids_to_tokens = (), str
+    tokenizer.all_special_ids, tokenizer.added_tokens_decoder, tokenizer.convert_ids_to_tokens = (), {}, str
     side = side_of(getattr(vision, "image_size", PICTURE_SIDE))  # Qwen's have none: they take any
     tokens = square_tokens(network) if hasattr(vision, "image_size") else 0
     images = SimpleNamespace(
@@ -280,9 +289,7 @@ class VisionLanguageEncoder(Encoder):
         of_bytes = Normalisation((127.5,) * 3, (127.5,) * 3)
         self.normalisation = last_step(processor.image_processor, name) if self._has_processor else of_bytes
         self._image_id = int(backbone.config.image_token_id)
-        placeholders = [getattr(processor, f"{kind}_token", None) for kind in ("image", "video")]
-        placeholders.append(self.tokenizer.convert_ids_to_tokens(self._image_id))
-        self._placeholders = tuple(dict.fromkeys(token for token in placeholders if token))
+        self._placeholders = placeholders_of(processor, self._image_id)
 
         # A damaged tokenizer is named here: later its ids would lie outside the table, or be sorted with None.
         table: Any = backbone.get_input_embeddings()
@@ -300,7 +307,9 @@ class VisionLanguageEncoder(Encoder):
                 f"{name}: its tokenizer {problem}: tokenizer_config.json is damaged or of another model. Copy the "
                 f"folder again"
             )
-        self._kept_ids = np.array(sorted({*special_ids, self._image_id}))  # those that no cut takes out of a row
+        # Those that no cut takes out of a row. A tokenizer marks more as special than it names: Gemma3's turns.
+        marked = {token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self._kept_ids = np.array(sorted({*special_ids, *marked, self._image_id}))
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -309,8 +318,7 @@ class VisionLanguageEncoder(Encoder):
 
     @override
     def with_prompts(self, prompts: Mapping[Side, str]) -> Self:
-        placeholder = str(self.tokenizer.convert_ids_to_tokens(self._image_id))
-        return super().with_prompts(as_instructions(prompts, self.family, placeholder))
+        return super().with_prompts(as_instructions(prompts, self.family, self._placeholders))
 
     @classmethod
     @override
@@ -390,7 +398,8 @@ class VisionLanguageEncoder(Encoder):
     def _words(self, arrays: Mapping[str, NDArray[Any]], num_pictures: int, text: str, side: Side) -> str:
         """Return an item as it is read, with a placeholder for each token of its pictures."""
         text = text.strip()
-        for token in self._placeholders:  # a user's own would be taken for a picture
+        # A user's own would be taken for a picture, or for a video.
+        for token in filter(None, (*self._placeholders, getattr(self.processor, "video_token", None))):
             text = text.replace(token, f"{token[0]} {token[1:]}")
         text = text or ("" if num_pictures else EMPTY)
         words = self.family.words(self.processor, self.prompts[side], num_pictures, text)

@@ -278,13 +278,13 @@ def test_files_that_the_repository_ignores_are_told(push: Any, hub: Hub, exporte
 
 
 def test_weights_of_an_earlier_push_are_named(push: Any, hub: Hub, exported: Path) -> None:
-    assert "still holds" not in push(exported, REPO).ok().err
+    assert "still holds" not in push(exported, REPO).ok().out
     hub.branches[REPO, "main"] |= {
         "model-00001-of-00002.safetensors": b"",
         "adapter_config.json": b"{}",
         "mine.txt": b"",
     }
-    told = push(exported, REPO).ok().err
+    told = push(exported, REPO).ok().out
     assert f"{REPO} still holds adapter_config.json, model-00001-of-00002.safetensors, which this model hasn't" in told
     assert "mine.txt" in hub.branches[REPO, "main"], "nothing is deleted"
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from loss_cases import plain
 from loss_kinds import KINDS, build, structure_for
-from streamed_cases import unit_rows
 from test_engine import CPU, assert_same_gradients, gradients
 
 from vembed.distributed.ranks import Ranks
@@ -85,10 +82,11 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.parametrize("loss", [Distances(), build(("in_batch_hard", {}), 1024)], ids=["by autograd", "streamed"])
 def test_threads_of_a_cpu_add_rows_up_in_one_order(loss: Any) -> None:
     """Rows that many terms name are added up in one order, so that a run that continues ends with the same weights."""
-    num_queries, num_documents = 1024, 64
-    pairs_P2 = torch.tensor([(row, row % num_documents) for row in range(num_queries)])
-    structure = replace(plain(num_queries, num_documents).structure, positives_P2=pairs_P2)
-    z_NE = unit_rows(num_queries + num_documents, 64, seed=0, dtype=torch.float32)
+    queries, documents = torch.arange(1024), torch.arange(64)
+    pairs_P2 = torch.stack([queries, queries % len(documents)], dim=1)
+    structure = BatchStructure(pairs_P2, queries, documents + len(queries), queries, documents)
+    z_NE = torch.randn(len(queries) + len(documents), 64, generator=torch.Generator().manual_seed(0))
+    z_NE = torch.nn.functional.normalize(z_NE, dim=1)
     stage = LossStage(loss.float(), Ranks())
     first, *others = (stage.run(z_NE, structure, RowAssignment.alone(len(z_NE))).u_VE for _ in range(30))
     assert all(torch.equal(u_NE, first) for u_NE in others)

@@ -269,7 +269,7 @@ def test_what_can_not_be_done_is_refused_in_words(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.jsonl").write_text("someone's")
     done = call("mine", bag, "--data", rows, *words)
-    assert done.code in (2, 3, 5)
+    assert done.code in ((5,) if message == "File name too long" else (2, 3))
     assert message in done.err
     assert sorted(path.name for path in tmp_path.iterdir()) in (["there.jsonl"], [".new.jsonl.mining", "there.jsonl"])
     assert (tmp_path / "there.jsonl").read_text() == "someone's"

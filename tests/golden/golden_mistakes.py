@@ -47,12 +47,9 @@ class Mistake:
     case: Case
     told: tuple[str, ...]  # regular expressions, of which each must match a part of what is printed
     by: Literal["refused", "start", "run"]
-    diverges: bool = False  # takes another course on each CPU: the faults of its answer are frozen, not its words
 
     def faults(self, answer: Mapping[str, Any]) -> list[str]:
         """Return what is wrong with an answer, as it is frozen: silent, late, or the wrong exit code."""
-        if "faults" in answer:
-            return list(answer["faults"])
         printed = "\n".join(line for stream in ("out", "err") for line in answer.get(stream, ()))
         before = re.split(r"^step +\d+/", printed, maxsplit=1, flags=re.MULTILINE)[0]
         seen = printed if self.by == "run" else before
@@ -67,12 +64,12 @@ class Mistake:
 
 def _run(
     name: str, *told: str, by: Literal["refused", "start", "run"], mode: str = "", words: str = "",
-    files: Mapping[str, str | bytes] | None = None, diverges: bool = False, **keys: Any,
+    files: Mapping[str, str | bytes] | None = None, **keys: Any,
 ) -> Mistake:  # fmt: skip
     config = {key: value for key, value in {**BASE, **keys}.items() if value is not ...}
     everything = {"a.json": json.dumps(config), "d.jsonl": ROWS, "test.jsonl": TEST_ROWS, **(files or {})}
     arguments = ("run.py", "a.json", *([mode] if mode else []), *words.split())
-    return Mistake(Case(name, arguments, everything), told, by, diverges)
+    return Mistake(Case(name, arguments, everything), told, by)
 
 
 def mistakes() -> list[Mistake]:
@@ -113,8 +110,8 @@ def mistakes() -> list[Mistake]:
              files={"d.jsonl": _rows([(query, "the same answer") for query, _ in _PAIRS[:64]])}),
         _run("a batch of one", "negative", by="refused", batch_size=1),
         # Learning rates
-        _run("a learning rate far too high", "learning rate", by="run", diverges=True,
-             learning_rate=50.0, test_data_path="test.jsonl"),
+        _run("a learning rate far too high", "learning rate", by="run", learning_rate=50.0,
+             test_data_path="test.jsonl"),
         _run("a learning rate of fine-tuning for a model from scratch", "learning_rate", "init writes", by="start",
              learning_rate=2e-5, epochs=1, test_data_path="test.jsonl"),
         _run("a file as the output folder", "output folder .*/out .*Choose another", by="refused", files={"out": "x"}),

@@ -15,7 +15,6 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import golden_pages  # noqa: E402
-from golden_mistakes import mistakes  # noqa: E402
 from golden_runs import RUNS, environment, run, without_measures  # noqa: E402
 from golden_text import differences, digest, fingerprint, plain  # noqa: E402
 
@@ -38,14 +37,11 @@ def messages(tree: Path, folder: Path, *, which: str) -> dict[str, Any]:
     places = {str(folder): "WORK", str(tree): "TREE"}
     answers = json.loads(done.stdout)
     usual = set(plain(answers["path d.jsonl"]["out"], places).splitlines()) if which == "slow" else set()
-    kept: dict[str, Any] = {
+    return {
         name: {"code": answer["code"]}
         | {stream: _lines(answer[stream], places, usual) for stream in ("out", "err") if answer[stream]}
         for name, answer in answers.items()
     }
-    if which == "mistakes":
-        kept |= {each.case.name: {"faults": each.faults(kept[each.case.name])} for each in mistakes() if each.diverges}
-    return kept
 
 
 def _lines(text: str, places: dict[str, str], usual: set[str]) -> Any:

@@ -215,11 +215,21 @@ def test_a_failed_trial_is_a_row_with_its_reason_and_stops_no_other(tmp_path: Pa
     assert lines[1].split()[:3] == ["1", "1e-5", "0.05"]
 
 
-@pytest.mark.parametrize(("batch_size", "plans"), [(64, 1), ("auto", 2)])
+@pytest.mark.parametrize(
+    ("tries", "batch_size", "plans"),
+    [
+        ("temperature=0.02,0.05", 64, 1),
+        ("lr=1e-5,2e-5", 64, 1),
+        ("lora_r=8,16", 64, 1),
+        ("lora_r=8,16", "auto", 2),
+        ("epochs=1,2", 64, 2),
+        ("max_invalid_records=5,50", 64, 2),
+    ],
+)
 def test_trials_whose_steps_cannot_differ_are_planned_once(
-    batch_size: int | str, plans: int, monkeypatch: pytest.MonkeyPatch
+    tries: str, batch_size: int | str, plans: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = trials("max_seq_length=64,512")
+    tried = trials(tries)
     planned: list[str] = []
 
     def steps(_: TrainProcess, trial: Trial) -> int:

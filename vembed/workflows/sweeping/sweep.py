@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vembed.config.load import load_config, read_overrides
 from vembed.config.names import targets
+from vembed.config.schema import SECTIONS, Config, config_class
 from vembed.distributed.lock import hold_output
 from vembed.distributed.signals import StopSignal
 from vembed.errors import ConfigError, MachineError, VembedError
@@ -47,7 +48,6 @@ from vembed.workflows.sweeping.trials import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from vembed.config.schema import Config
     from vembed.workflows.sweeping.keys import SweepKeys
     from vembed.workflows.sweeping.space import Space
 
@@ -55,20 +55,10 @@ Train: TypeAlias = Callable[[Trial], Outcome]
 
 OPTUNA_FILE = "optuna.journal"
 
-DECIDES_STEPS = (
-    "data",
-    "model",
-    "batch",
-    "epochs",
-    "max_steps",
-    "drop_last",
-    "accumulation",
-    "num_processes",
-    "sampl",
-    "mine",
-    "leak",
-)
-"""Parts of the names of keys that change how many steps a run has; other keys leave them as they are."""
+LEAVE_STEPS = ("Adapters", "Optimisation", "Evaluation", "Output")
+"""Sections of the configuration whose keys leave the number of steps as it is, but for those of SET_STEPS."""
+
+SET_STEPS = frozenset({"epochs", "max_steps"})
 
 MOST_COMPARED = 6
 """Trials of the comparison at the end; more curves than that can't be told apart."""
@@ -202,15 +192,15 @@ def _counted(
     if all(trial.name in known for trial in trials):
         return [replace(trial, steps=known[trial.name]) for trial in trials]
     _log.info("planning, to count the steps")
+    leaving = config_class().model_fields.keys() - Config.model_fields.keys()  # those of one loss, as temperature is
+    leaving |= {name for title in LEAVE_STEPS for name in SECTIONS[title].model_fields} - SET_STEPS
     planned: dict[tuple[tuple[str, str], ...], int] = {}
     counted = []
     for trial in trials:
         # A plan takes seconds, as it reads the data: a grid over rates and temperatures needs one. Where the batch is
         # what memory holds, any key may change it.
         is_auto = configs[trial.name].batch_size == "auto"
-        deciding = tuple(
-            (key, value) for key, value in trial.choice.items() if is_auto or any(part in key for part in DECIDES_STEPS)
-        )
+        deciding = tuple((key, value) for key, value in trial.choice.items() if is_auto or _targets([key]) - leaving)
         if deciding not in planned:
             planned[deciding] = process.steps(trial)
         counted.append(replace(trial, steps=planned[deciding]))

@@ -484,6 +484,32 @@ class Miner:
             self.encode.ranks.from_first(build)
             return read_faiss(path, self.keys.mine_index)
 
+    def _candidates(
+        self,
+        excluded: Ragged,
+        queries_BE: NDArray[np.float32],
+        documents_DE: NDArray[np.float32],
+        index: Any,
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return scores and documents of the window (B, K), best first; where a query has fewer, -inf and row -1.
+
+        Args:
+            excluded: The documents that each query must not get.
+        """
+        keys, size = self.keys, len(documents_DE)
+        # So many more hits than wanted that the window is full once the known documents have been dropped.
+        wanted = keys.mine_range_max + int(excluded.lengths.max(initial=0))
+        scores, rows = search_index(index, queries_BE, k=wanted)
+        if keys.mine_index != "Flat":
+            # Scores of PQ, SQ or PCA are estimates, and the rules compare them with those of the positives.
+            scores, rows = rescore(documents_DE, queries_BE, rows, k=rows.shape[1])
+        # Known pairs as single numbers, position * D + document, so that one isin serves the whole block.
+        position_B = np.arange(len(queries_BE))
+        known = np.repeat(position_B, excluded.lengths) * size + excluded.values
+        is_excluded = np.isin(position_B[:, None] * size + rows, known) & (rows >= 0)
+        scores, rows = without_excluded(scores, rows, is_excluded, depth=keys.mine_range_max)
+        return scores[:, keys.mine_range_min :], rows[:, keys.mine_range_min :]
+
     def _mine_block(
         self,
         block_B: NDArray[np.int64],
@@ -492,29 +518,18 @@ class Miner:
         documents_DE: NDArray[np.float32],
         index: Any,
     ) -> Mined:
-        """Return the negatives of a block of queries.
+        """Search, judge and choose the negatives of a block of queries.
 
         Args:
             block_B: Rows of the queries, ascending.
         """
         keys, num_queries = self.keys, len(block_B)
-        excluded, positives = task.excluded.take(block_B), task.positives.take(block_B)
+        positives = task.positives.take(block_B)
         # Positives stand flat: P pairs of a position in the block and a document.
         position_P, positive_P = np.repeat(np.arange(num_queries), positives.lengths), positives.values
         has_positive = positives.lengths > 0
         with timed(self.seconds, "search"):
-            # So many more hits than wanted that the window is full once the known documents have been dropped.
-            wanted = keys.mine_range_max + int(excluded.lengths.max(initial=0))
-            scores, rows = search_index(index, queries_BE, k=wanted)
-            if keys.mine_index != "Flat":
-                # Scores of PQ, SQ or PCA are estimates, and the rules compare them with those of the positives.
-                scores, rows = rescore(documents_DE, queries_BE, rows, k=rows.shape[1])
-            # Known pairs as single numbers, position * D + document, so that one isin serves the whole block.
-            size = len(task.documents)
-            known = np.repeat(np.arange(num_queries), excluded.lengths) * size + excluded.values
-            is_excluded = np.isin(np.arange(num_queries)[:, None] * size + rows, known) & (rows >= 0)
-            scores, rows = without_excluded(scores, rows, is_excluded, depth=keys.mine_range_max)
-            scores, rows = scores[:, keys.mine_range_min :], rows[:, keys.mine_range_min :]
+            scores, rows = self._candidates(task.excluded.take(block_B), queries_BE, documents_DE, index)
             # Without a positive there is nothing that a negative could be below.
             scores[~has_positive], rows[~has_positive] = -np.inf, -1
             positive_scores_P = np.einsum("pe,pe->p", queries_BE[position_P], documents_DE[positive_P])

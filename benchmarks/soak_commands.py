@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MODULES = (
     "bm25s", "tensorboard", "transformers.models.bert.modeling_bert", "vembed.__main__", "vembed.api.retrieval",
-    "vembed.entrypoints.evaluate", "vembed.entrypoints.export", "vembed.evaluation.leaderboard",
+    "vembed.entrypoints.evaluate", "vembed.entrypoints.export", "vembed.evaluation.leaderboard_page",
     "vembed.plugins.merge.choose", "vembed.vectors.mining",
     "vembed.evaluation.mining_report",
     "vembed.evaluation.report.run_report", "vembed.models.export", "vembed.training.card",

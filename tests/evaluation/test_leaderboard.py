@@ -15,7 +15,8 @@ from vembed.evaluation.benchmark.run import Entry, VariantResult
 from vembed.evaluation.benchmark.stored import Cost
 from vembed.evaluation.benchmark.variants import REFERENCE, Variant
 from vembed.evaluation.judge import holm, mean_interval, paired_p_value
-from vembed.evaluation.leaderboard import board_page, build_board, frontier, headline
+from vembed.evaluation.leaderboard import build_board
+from vembed.evaluation.leaderboard_page import board_page, frontier, headline
 from vembed.evaluation.results import EvaluationResult
 from vembed.pages.html import render_html
 from vembed.pages.markdown import render_markdown

@@ -231,7 +231,8 @@ def _evaluate(options: EvaluateOptions, *, command: str) -> int:
     from vembed.distributed.runtime import start_runtime
     from vembed.distributed.signals import StopSignal
     from vembed.evaluation.benchmark.run import BenchmarkOptions, run_benchmark
-    from vembed.evaluation.leaderboard import board_page, build_board
+    from vembed.evaluation.leaderboard import build_board
+    from vembed.evaluation.leaderboard_page import board_page
     from vembed.evaluation.metrics import DEFAULT_KS
     from vembed.pages.terminal import render_terminal
     from vembed.pages.write import write_page

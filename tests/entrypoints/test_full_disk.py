@@ -12,7 +12,7 @@ import pytest
 from kit.runs import Outcome, Site, assert_same_run, run_keys, steps_saved
 
 import vembed
-from vembed.training import saving as space
+from vembed.training import disk as space
 from vembed.training.loop import TrainingLoop
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from vembed.losses.infonce import InfoNCE
 from vembed.models.encoder import TrainedPart
 from vembed.plan.keys import OptimisationKeys
 from vembed.training.optimizer import Optimizer, Schedule
-from vembed.training.saving import RunCheckpoints, RunState, gather_encoder, refuse_other_run
+from vembed.training.saving import RunCheckpoints, RunState, gather_encoder
+from vembed.training.stamp import refuse_other_run
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,8 @@ from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, NonFiniteError
 from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.training.model import refuse_nonfinite_weights
-from vembed.training.saving import RunState, gather_encoder, load_module, module_tensors, stamp_differences
+from vembed.training.saving import RunState, gather_encoder, load_module, module_tensors
+from vembed.training.stamp import stamp_differences
 
 if TYPE_CHECKING:
     from pathlib import Path

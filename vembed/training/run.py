@@ -51,6 +51,7 @@ from vembed.training.batches import ask, batch_source, frozen_items, open_batche
 from vembed.training.callbacks import Callbacks, EndEvent
 from vembed.training.compiling import compile_errors_explained, compile_layers
 from vembed.training.data import build_sampler, load_data, look_nearer, measures_both_directions
+from vembed.training.disk import DiskNeeds, free_bytes
 from vembed.training.early import accepted_differences, paths_read, refuse_other_place
 from vembed.training.evaluations import Evaluations
 from vembed.training.finish import RunResult, finish_run, package_versions
@@ -63,7 +64,8 @@ from vembed.training.output import OutputFolder
 from vembed.training.planning import build_plan, check_decisions, read_back
 from vembed.training.progress import RunClock, measured_step_seconds
 from vembed.training.refresh import hard_batch_bytes, hard_sampler, mining_bytes, refuse_mining
-from vembed.training.saving import PARTS, DiskNeeds, RunCheckpoints, RunState, check_shape, free_bytes, refuse_other_run
+from vembed.training.saving import PARTS, RunCheckpoints, RunState, check_shape
+from vembed.training.stamp import refuse_other_run
 from vembed.training.timing import peak_memory_bytes
 from vembed.training.trackers import closing, open_trackers, read_rows, track_end, track_start
 from vembed.vectors.encode import ItemEncoder

@@ -1,27 +1,20 @@
-"""Checkpoints of a run: their content, the disk that they need, and the ways back out of them.
+"""Checkpoints of a run: what is saved, how a run goes on from it, and how a model is written from it.
 
 1. `RunState` and `RunCheckpoints`: the counters of a run, saved and restored with weights, loss and optimizer.
-2. `refuse_other_run`: what must agree before a run continues from a checkpoint.
-3. `DiskNeeds`: the bytes that a run will write, told in the plan and refused before the first step.
-4. `gather_encoder` and `write_saved_model`: the model of a run or of a checkpoint, whole, in the format of models.
+2. `gather_encoder` and `write_saved_model`: the model of a run or of a checkpoint, whole, in the format of models.
 
 Processes that hold whole copies save once; of what they share out each saves its part. Whatever was saved can be loaded
-by any number of processes, whole or in parts: whether it may be is the user's word (`resume_elastic`), since the
-arithmetic then adds up in another order.
+by any number of processes, whole or in parts: stamp.py says whether it may be.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError
 
-from vembed.checkpoint.format import DISK_MARGIN, InvalidCheckpointError, free_disk_bytes, step_name, steps_in
+from vembed.checkpoint.format import InvalidCheckpointError, step_name, steps_in
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.checkpoint.optimizer_state import check_packed
 from vembed.checkpoint.tensors import load_into
@@ -35,42 +28,27 @@ from vembed.json_text import fit
 from vembed.models.adapters import add_adapters, base_fingerprint, changing_names, freeze, narrowed_bytes, save_trained
 from vembed.models.keys import ModelKeys, renamed
 from vembed.models.load import is_from_scratch
-from vembed.models.names import is_builtin
 from vembed.redact import MASK, lacks_secret
-from vembed.text import show_bytes
 from vembed.training.model import load_configured
 from vembed.training.output import OutputFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
 
     from vembed.checkpoint.format import JSON
-    from vembed.checkpoint.keys import OutputKeys
     from vembed.checkpoint.tensors import LoadedCheckpoint, Saved
     from vembed.distributed.ranks import Ranks
     from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
-    from vembed.plan.plan import Plan
     from vembed.training.optimizer import Optimizer
 
 PARTS = ("model", "loss", "optimizer")
 
-ELASTIC_KEYS = ("strategy", "mode", "sharding_factor", "world_size")
-"""Keys of how the work is spread: other values give the same sums, added up in another order."""
-
-LATER_KEYS = ("teacher",)
-"""Parts of a run's identity that its checkpoints once didn't have; one without says nothing of them."""
-
 MODEL_MARGIN = 1.1
 """The room that a model's folder is given, for each byte of its weights: tokenizer and settings come with them."""
-
-ROW_BYTES = 600
-"""Approximate size of a step's row in metrics.jsonl."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -164,7 +142,7 @@ class RunCheckpoints:
         """Go on from a checkpoint.
 
         Args:
-            checkpoint: Of this run, as `refuse_other_run` found.
+            checkpoint: Of this run, as stamp.py found.
 
         Returns:
             Where the run stood.
@@ -237,9 +215,6 @@ def load_module(module: nn.Module, tensors: Mapping[str, Saved]) -> None:
         load_into(tensor, tensors[name])
 
 
-# Checkpoints of other runs --------------------------------------------------------------------------------------------
-
-
 def check_shape(checkpoint: LoadedCheckpoint) -> None:
     """Refuse a checkpoint whose stamp and state aren't what a run saves.
 
@@ -257,171 +232,6 @@ def check_shape(checkpoint: LoadedCheckpoint) -> None:
     updater = fit(dict[str, dict[str, Any]], checkpoint.state["updater"], where="state.json: updater")
     check_packed(updater["optimizer"])
     fit(dict[str, float], updater["scaler"], where="state.json: updater['scaler']")
-
-
-def refuse_other_run(checkpoint: LoadedCheckpoint, identity: Mapping[str, JSON], *, elastic: bool) -> None:
-    """Refuse a checkpoint of another run, or of the same one spread otherwise where that isn't wanted.
-
-    Args:
-        checkpoint: What is to be gone on from.
-        identity: What the present run is made of.
-        elastic: Whether the work may be spread in another way; that is told.
-
-    Raises:
-        ConfigError: The message shows each difference.
-    """
-    identity = {key: value for key, value in identity.items() if key in checkpoint.stamp or key not in LATER_KEYS}
-    saved = {key: value for key, value in checkpoint.stamp.items() if key in identity}
-    differences = stamp_differences(saved, identity)
-    spread = [difference for key, difference in differences.items() if key in ELASTIC_KEYS]
-    if len(spread) < len(differences):
-        raise ConfigError(
-            f"{checkpoint.path} belongs to another run:{_listed(differences.values())}\nResume with the "
-            f"same settings, choose another output_dir, or start anew with resume=never overwrite_output_dir=true"
-        )
-    if spread and not elastic:
-        raise ConfigError(
-            f"{checkpoint.path} was saved with other processes or another strategy:{_listed(spread)}\nSet "
-            f"resume_elastic=true to continue: the global batches stay the same, the numbers agree to rounding and no "
-            f"longer bit for bit. Or resume with the settings above that saved it"
-        )
-    for line in spread:
-        _log.info("resume_elastic: %s", line)
-
-
-def stamp_differences(saved: Mapping[str, JSON], current: Mapping[str, JSON]) -> dict[str, str]:
-    """Compare the stamp of a checkpoint with that of the present run.
-
-    Args:
-        saved: The checkpoint's, as it came back from JSON.
-        current: The run's own; a tuple equals the list that JSON makes of it.
-
-    Returns:
-        Dotted key -> a sentence with both values, in the order of the checkpoint's keys, then the keys that only the
-        run has. Numbers are equal by value (1 and 1.0), a bool only to a bool.
-    """
-    before, now = dict(_flat(saved)), dict(_flat(json.loads(json.dumps(current))))
-    return {
-        key: f"{key}: {_shown(before, key)} in the checkpoint, {_shown(now, key)} in this run"
-        for key in before | now
-        if key not in before
-        or key not in now
-        or before[key] != now[key]
-        or isinstance(before[key], bool) != isinstance(now[key], bool)  # True is not 1
-    }
-
-
-def _flat(stamp: Mapping[str, JSON], prefix: str = "") -> Iterator[tuple[str, JSON]]:
-    """Yield dotted keys and their values; an empty mapping is a value."""
-    for key, value in stamp.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _shown(stamp: Mapping[str, JSON], key: str) -> str:
-    return json.dumps(stamp[key]) if key in stamp else "(absent)"
-
-
-def _listed(differences: Iterable[str]) -> str:
-    return "".join(f"\n  {difference}" for difference in differences)
-
-
-# Disk -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class DiskNeeds:
-    """Bytes that a run writes at most, and bytes that it can't do without."""
-
-    checkpoint: int  # one of them
-    num_certain: int  # checkpoints that stand together in any case, the one being written with them
-    num_possible: int  # where an older one is the best, and with saves by the clock
-    model: int
-    initial: int  # of a model from scratch, as long as it isn't written
-    embeddings: int  # of frozen towers and of a teacher, kept in the output folder
-    metrics: int
-    standing: int = 0  # of all that, what the folder holds already
-
-    @classmethod
-    def of(
-        cls, encoder: Encoder, loss: nn.Module, plan: Plan, keys: OutputKeys, output: OutputFolder, *, embeddings: int
-    ) -> DiskNeeds:
-        """Count, from the tensors and from when the run saves."""
-        trained = (parameter for parameter in chain(encoder.parameters(), loss.parameters()) if parameter.requires_grad)
-        weights = bytes_of((*module_tensors(encoder).values(), *module_tensors(loss).values()))
-        total, every = plan.steps.total, plan.steps.eval_every
-        # Steps at which a save is certain; those by the clock and those of a new best can only be bounded.
-        by_epochs = [plan.steps.per_epoch] if keys.save_strategy == "epoch" else []
-        spans = [*([] if keys.save_steps is None else [keys.save_steps]), *by_epochs, total]  # the last step is saved
-        num_certain = len(
-            {step for span in spans for step in range(span, total + 1, span)[: keys.save_total_limit + 1]}
-        )
-        num_possible = total if keys.save_minutes is not None else num_certain + (total // every if every else 0)
-        kept = keys.save_total_limit
-        return cls(
-            checkpoint=weights + 2 * bytes_of(trained),  # AdamW has two moments
-            num_certain=min(num_certain, kept + 1),
-            num_possible=min(num_possible, kept + 1 + (every is not None)),
-            model=model_bytes(encoder),
-            initial=model_bytes(encoder) if is_builtin(encoder.name) and not output.initial_model.is_dir() else 0,
-            embeddings=embeddings,
-            metrics=total * ROW_BYTES,
-            standing=sum(
-                path.stat().st_size
-                for step in steps_in(output.checkpoints)
-                for path in (output.checkpoints / step_name(step)).glob("*")  # none in a file or a link to nothing
-                if path.is_file()
-            ),
-        )
-
-    def total(self, num_checkpoints: int) -> int:
-        """Return the bytes of a run with so many checkpoints together; a save asks for more than it writes."""
-        checkpoints = int((num_checkpoints - 1 + DISK_MARGIN) * self.checkpoint)
-        return max(0, checkpoints - self.standing) + self.model + self.initial + self.embeddings + self.metrics
-
-    def line(self, free: int) -> str:
-        """Say in one line what the run writes."""
-        several = "checkpoint" if self.num_possible == 1 else "checkpoints together"
-        parts = [f"{self.num_possible} {several} of {show_bytes(self.checkpoint)}", f"model/ {show_bytes(self.model)}"]
-        if self.initial:
-            parts.append(f"initial_model/ {show_bytes(self.initial)}")
-        if self.embeddings:
-            parts.append(f"stored embeddings {show_bytes(self.embeddings)}")
-        if self.standing:
-            parts.append(f"{show_bytes(self.standing)} of it are there")
-        needed = show_bytes(self.total(self.num_possible))
-        return f"writes up to {needed} ({', '.join(parts)}), {show_bytes(free)} free"
-
-    def refuse_small(self, free: int, output: Path, keys: OutputKeys, *, may_adapt: bool) -> None:
-        """Refuse a disk that can't hold what the run writes in any case.
-
-        Raises:
-            MachineError: With the numbers and the ways out.
-        """
-        needed = self.total(self.num_certain)
-        if needed <= free:
-            return
-        ways = ["free some space", "set output_dir to a folder on another disk"]
-        if self.num_certain > 3:
-            ways.append(f"lower save_total_limit from {keys.save_total_limit}")
-        if self.num_certain > 1:
-            fewer = "raise save_steps, or leave it out" if keys.save_steps else "leave save_strategy epoch out"
-            ways.append(f"{fewer}: then only the last step is saved")
-        if may_adapt:
-            ways.append("use_lora: true, with which a checkpoint holds the adapters alone")
-        raise MachineError(
-            f"output_dir {output}: the run writes at least {show_bytes(needed)} ({self.num_certain} x "
-            f"{show_bytes(self.checkpoint)} for checkpoints, a fifth of one to spare, {show_bytes(self.model)} for "
-            f"model/), and its disk has {show_bytes(free)} free. Nothing was trained. Ways out: {'; '.join(ways)}"
-        )
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the bytes that can be written where a folder lies, or will lie."""
-    folders = (folder.absolute(), *folder.absolute().parents)
-    return free_disk_bytes(next(existing for existing in folders if existing.exists()))
 
 
 # The model of a run, and of a checkpoint ------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import vembed
 from vembed.config.load import load_config
 from vembed.entrypoints import sweep, train
 from vembed.errors import ConfigError, ExitCode
-from vembed.workflows.sweeping.trials import Request, TrainProcess, Trial
+from vembed.workflows.sweeping.process import TrainProcess
+from vembed.workflows.sweeping.trials import Request, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable

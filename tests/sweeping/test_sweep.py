@@ -15,11 +15,12 @@ from vembed.entrypoints import sweep
 from vembed.errors import ConfigError, DataError, ExitCode, PreemptedError
 from vembed.evaluation.results import EvaluationResult, write_evaluation
 from vembed.pages.write import write_page
+from vembed.workflows.sweeping.process import TrainProcess
 from vembed.workflows.sweeping.report import chosen_lines, rank, sweep_page, terminal_lines
 from vembed.workflows.sweeping.seeds import train_seeds
 from vembed.workflows.sweeping.space import Range, corners, drawn, grid, parse_tries
 from vembed.workflows.sweeping.sweep import _counted, _report, rungs, shorter, train_halving, train_optuna
-from vembed.workflows.sweeping.trials import OUTCOME_FILE, TrainProcess, Trial, Trials, TryAgainError, trial_name
+from vembed.workflows.sweeping.trials import OUTCOME_FILE, Trial, Trials, TryAgainError, trial_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

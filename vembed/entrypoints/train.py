@@ -142,8 +142,8 @@ def _train_seeds(config: Config, options: TrainOptions, command: str) -> int:
     """Train once per seed, each time in a process of its own that this one waits for."""
     from vembed.training.early import refuse_wrong_inputs
     from vembed.training.trackers import refuse_missing_packages
+    from vembed.workflows.sweeping.process import GO_ON, TrainProcess
     from vembed.workflows.sweeping.seeds import refuse_unfit, train_seeds
-    from vembed.workflows.sweeping.trials import GO_ON, TrainProcess
 
     refuse_unfit(config, launcher=process_env().launcher if process_env().is_launched else "")
     refuse_wrong_inputs(config)

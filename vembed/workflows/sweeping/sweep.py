@@ -31,13 +31,11 @@ from vembed.errors import ConfigError, MachineError, VembedError
 from vembed.redact import redact
 from vembed.registry import import_extra
 from vembed.text import show_duration
+from vembed.workflows.sweeping.process import GO_ON, PROBE_STEPS, TrainProcess
 from vembed.workflows.sweeping.space import Range, corners, drawn, grid, parse_tries
 from vembed.workflows.sweeping.trials import (
-    GO_ON,
-    PROBE_STEPS,
     Outcome,
     Request,
-    TrainProcess,
     Trial,
     Trials,
     dev_metric,

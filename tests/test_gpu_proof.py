@@ -231,7 +231,6 @@ def run_bare(python: Path, *words: object, **options: Any) -> subprocess.Complet
     return subprocess.run([python, *map(str, words)], env=environment, text=True, check=False, **options)
 
 
-@pytest.mark.slow
 def test_engine_losses_and_text_encoders_need_five_packages(bare_python: Path) -> None:
     modules = "gradcache.engine losses.infonce losses.sigmoid models.text models.adapters training.optimizer"
     modules += " training.loading distributed.fsdp"

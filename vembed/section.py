@@ -20,7 +20,7 @@ Everything else is generated from such a class: the configuration and its messag
 arguments of `vembed.train`, and the options of a command. A section imports neither torch nor numpy.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -28,6 +28,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchema
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from vembed.text import one_of
 
 if TYPE_CHECKING:
     from vembed.registry import Registry
@@ -46,7 +48,6 @@ process: what one process does by itself. It may change on resume and differ fro
 
 LARGEST_COUNT = 2**31 - 1
 """Upper bound of every count, so that no product of a few of them leaves 64 bits."""
-
 
 LONGEST_NAME = 4096
 """In characters, of a name or a path: the longest path that Linux takes."""
@@ -256,13 +257,6 @@ def idle_rules(
             continue
         for other, allowed in facts_of(info).get("acts_with", {}).items():
             yield _idle_rule(name, info.get_default(), other, allowed, values_of, hint)
-
-
-def one_of(words: Iterable[str]) -> str:
-    """Return alternatives for a sentence: "a", "a or b", "a, b or c"; with a comma in "a, or 2 or more"."""
-    *first, last = words
-    comma = "," if " or " in last else ""
-    return f"{', '.join(first)}{comma} or {last}" if first else last
 
 
 def _idle_rule(

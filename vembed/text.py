@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 NEAR = 0.75
 """Similarity of two names, as difflib has it, from which one is taken for a misspelling of the other."""
@@ -33,6 +37,13 @@ def cut(text: str, most: int = 60) -> str:
 def plural(count: int, noun: str, many: str | None = None) -> str:
     """Return a count with its noun: "1 row", "2,000 rows"."""
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
+
+
+def one_of(words: Iterable[str]) -> str:
+    """Return alternatives for a sentence: "a", "a or b", "a, b or c"; with a comma in "a, or 2 or more"."""
+    *first, last = words
+    comma = "," if " or " in last else ""
+    return f"{', '.join(first)}{comma} or {last}" if first else last
 
 
 def every(count: int, noun: str) -> str:

@@ -17,7 +17,7 @@ from vembed.config.schema import SECTIONS, config_class, fields, key_names, rule
 from vembed.data.columns import COLUMNS
 from vembed.data.keys import ColumnName
 from vembed.registry import LOSSES
-from vembed.section import one_of
+from vembed.text import one_of
 
 ROOT = Path(vembed.__file__).parents[1]
 CONFIG_NAMES = {"config", "cfg", "keys"}

@@ -21,7 +21,8 @@ from vembed.config.record import on_resume
 from vembed.config.schema import SECTIONS, fields, key_names, rules, section_keys
 from vembed.models.keys import ModelKeys
 from vembed.registry import LOSSES
-from vembed.section import LARGEST_COUNT, facts_of, one_of
+from vembed.section import LARGEST_COUNT, facts_of
+from vembed.text import one_of
 from vembed.vectors.keys import IndexKeys
 
 _WRITTEN = "<!-- Written by `make docs`; change the sections of keys, not this file. -->"

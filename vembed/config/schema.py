@@ -23,7 +23,8 @@ from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.plan.keys import BatchKeys, DistributedKeys, OptimisationKeys
 from vembed.redact import redact_value
 from vembed.registry import LOSSES, import_plugins
-from vembed.section import Name, Rule, Section, facts_of, idle_rules, key, one_of, rules_of
+from vembed.section import Name, Rule, Section, facts_of, idle_rules, key, rules_of
+from vembed.text import one_of
 from vembed.vectors.keys import MiningKeys, TeacherKeys, teacher_gives_scores
 
 if TYPE_CHECKING:

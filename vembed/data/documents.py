@@ -26,8 +26,7 @@ from vembed.data.raw_rows import Unreadable
 from vembed.data.row_files import nearest_entry
 from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder
-from vembed.section import one_of
-from vembed.text import cut, plural
+from vembed.text import cut, one_of, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

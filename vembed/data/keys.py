@@ -13,7 +13,8 @@ from vembed.data.columns import closest
 from vembed.errors import DataError
 from vembed.files import as_one_path
 from vembed.registry import LOSSES
-from vembed.section import ANY, LARGEST_COUNT, Auto, Count, Name, Positive, Rule, Section, Share, Text, key, one_of
+from vembed.section import ANY, LARGEST_COUNT, Auto, Count, Name, Positive, Rule, Section, Share, Text, key
+from vembed.text import one_of
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config

@@ -18,8 +18,7 @@ from vembed.data.lines import os_errors_named
 from vembed.data.presets import preset_hint
 from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder, listed_paths
-from vembed.section import one_of
-from vembed.text import cut, first_line, plural
+from vembed.text import cut, first_line, one_of, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

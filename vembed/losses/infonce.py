@@ -39,9 +39,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from vembed.losses import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.base import document_shares, query_shares
 from vembed.losses.cells import CellMap, own_negatives_mask, positive_mask
-from vembed.losses.keys import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.softmax_sweep import InfoNCESweep, SoftmaxSweep
 from vembed.losses.streamed import CellLoss, LogSumExp, Statistics, Sweep, streamed_options
 from vembed.losses.tiles import longest_row, read_numbers, weighted_similarities

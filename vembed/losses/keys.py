@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from vembed.data.columns import WEIGHT_COLUMN, ExtraColumn
+from vembed.losses import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.registry import Hints, LossSection, Memory
 from vembed.plan.memory import LOSS_STRIP_TILES
 from vembed.registry import LOSSES
@@ -18,13 +19,6 @@ from vembed.section import ANY, Auto, Count, Name, NonNegative, Positive, Rule, 
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
-
-
-MIN_LOGIT_SCALE = 1.0
-"""Lower bound of a learned logit scale: a temperature over 1 flattens cosine similarities to nothing."""
-
-MAX_LOGIT_SCALE = 100.0
-"""Upper bound of a learned logit scale, as in CLIP: below a temperature of 0.01 training diverges."""
 
 
 class TemperatureKeys(Section):

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from vembed.losses import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.base import query_shares
 from vembed.losses.cells import positive_mask
-from vembed.losses.keys import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.streamed import CellLoss, Sweep, streamed_options
 from vembed.losses.tiles import read_numbers, weighted_similarities
 

@@ -29,7 +29,7 @@ from vembed.errors import ConfigError
 from vembed.models.encoder import TrainedPart
 from vembed.models.hub import save_background, tensors_sha256
 from vembed.models.plannable import is_within
-from vembed.section import one_of
+from vembed.text import one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

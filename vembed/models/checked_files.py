@@ -20,8 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from vembed.errors import ConfigError
 from vembed.files import open_regular
-from vembed.section import one_of
-from vembed.text import first_line, quoted
+from vembed.text import first_line, one_of, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -20,7 +20,7 @@ from vembed.models.keys import ModelKeys, model_names
 from vembed.models.names import BUILTIN_PREFIX, is_builtin
 from vembed.models.pictures import blank_png
 from vembed.registry import ENCODERS
-from vembed.section import one_of
+from vembed.text import one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

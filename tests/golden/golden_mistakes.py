@@ -110,7 +110,7 @@ def mistakes() -> list[Mistake]:
              files={"d.jsonl": _rows([(query, "the same answer") for query, _ in _PAIRS[:64]])}),
         _run("a batch of one", "negative", by="refused", batch_size=1),
         # Learning rates
-        _run("a learning rate far too high", "learning rate", by="run", learning_rate=50.0,
+        _run("a learning rate far too high", "learning rate", by="run", learning_rate=1.0,
              test_data_path="test.jsonl"),
         _run("a learning rate of fine-tuning for a model from scratch", "learning_rate", "init writes", by="start",
              learning_rate=2e-5, epochs=1, test_data_path="test.jsonl"),

@@ -128,6 +128,17 @@ def test_memory_is_the_least_limit_of_the_process_or_of_what_it_is_in(
     assert cpu_memory_bytes(machine(tmp_path, cgroups, files)) == (1048576 if limited else whole)
 
 
+def test_machines_whose_kernels_take_some_more_or_less_have_one_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 6_160_000}
+    monkeypatch.setattr("os.sysconf", lambda name: pages[name])
+    before = cpu_memory_bytes(tmp_path)
+    assert 0.99 < before / (4096 * 6_160_000) <= 1
+    pages["SC_PHYS_PAGES"] += 24
+    assert cpu_memory_bytes(tmp_path) == before
+
+
 @pytest.mark.parametrize(
     ("cgroups", "files", "cores"),
     [

@@ -56,7 +56,8 @@ def cpu_memory_bytes(root: Path = Path("/")) -> int:
     Args:
         root: Folder that /proc and /sys lie in.
     """
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # In whole 64 MiB: what the kernel keeps for itself differs by some KiB from boot to boot, and the plan must not.
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 26 << 26
     names = ("memory.max", "memory.limit_in_bytes")  # of version 2 and 1
     limits = [_read_numbers(folder / name) for folder in _cgroups("memory", root) for name in names]
     return min([total, *(limit[0] for limit in limits if limit)])

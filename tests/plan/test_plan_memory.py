@@ -9,7 +9,7 @@ from plan_cases import CPU, DATA, MINILM, formula, model, plan_here, planned, re
 
 from vembed.config.load import load_config
 from vembed.plan.chunks import ChunkPlan
-from vembed.plan.cost import Activations, Candidate, activation_moments, peak_of_step
+from vembed.plan.cost import Candidate
 from vembed.plan.devices import GIB, parse_devices
 from vembed.plan.memory import (
     LOSS_STRIP_TILES,
@@ -21,6 +21,7 @@ from vembed.plan.memory import (
     TowerSize,
     loss_bytes,
 )
+from vembed.plan.peak import Activations, activation_moments, peak_of_step
 from vembed.plan.plan import Plan, make_plan
 from vembed.plan.problem import BLAS_BYTES, COMMUNICATOR_BYTES, CONTEXT_BYTES, PROCESS_BYTES, DataSize, Way, reserve
 

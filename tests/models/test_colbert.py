@@ -136,9 +136,15 @@ def test_a_prompt_comes_behind_the_marker_of_a_saved_model_too(bert: Path, tmp_p
     assert load_any(tmp_path, query_prompt="find: ").prompts == wanted.prompts
 
 
-def test_a_query_longer_than_the_positions_is_refused(bert: Path) -> None:
+def test_a_query_longer_than_the_positions_is_refused(bert: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"query_length 65 is over the 64 positions .* set query_length: 64 or less"):
         late(bert, query_length=65)
+    late(bert, query_length=16, query_expansion=False).save(tmp_path)
+    settings = next(path for path in tmp_path.rglob("*.json") if '"query_length": 16' in path.read_text("utf-8"))
+    settings.write_text(settings.read_text("utf-8").replace('"query_length": 16', '"query_length": 66'))
+    with pytest.raises(ConfigError, match=r"query_length 66 is over the 64 positions .* set query_length: 64 or less"):
+        load_any(tmp_path)
+    assert load_any(tmp_path, query_length=64).late.query_length == 64
 
 
 def test_vectors_that_are_not_finite_are_merged_as_they_are() -> None:

@@ -260,12 +260,12 @@ def _decide_late(
     length = late.query_length or spec.max_length
     if keys.query_length != "auto":
         length = keys.query_length
-        if limit is not None and length > limit:
-            raise ConfigError(
-                f"query_length {length} is over the {limit} positions that {keys.model_name} was built with; set "
-                f"query_length: {limit} or less"
-            )
         late = replace(late, expand_to=length)
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"query_length {length} is over the {limit} positions that {keys.model_name} was built with; set "
+            f"query_length: {limit} or less"
+        )
     late = replace(late, query_length=length, expand_to=(late.expand_to or length) if expands else 0)
     if keys.topk_tokens != "auto":
         late = replace(late, topk_tokens=keys.topk_tokens)

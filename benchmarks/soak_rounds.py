@@ -195,9 +195,10 @@ class Job:
         self.filler.unlink(missing_ok=True)
         was_killed = running.code is None or running.code < 0
         outcome.failures += [("leftover", f"process {each}") for each in _clear(30 if scenario.in_ranks else 12)]
-        # A signal may come when all is done, and so may a kill by the clock, while the interpreter ends. Behind a kill
-        # at a file operation, the same command must see by itself what is done.
-        outcome.by_clock |= plan is not None and plan.kind == "kill" and plan.operation is None
+        # A signal may come when all is done, and so may a kill by the clock, or one some milliseconds behind a file
+        # operation: while the interpreter ends. Behind a kill right at a file operation, the same command must see by
+        # itself what is done.
+        outcome.by_clock |= plan is not None and plan.kind == "kill" and (plan.operation is None or plan.seconds > 0)
         may_be_done = bool({*outcome.disturbances} - {"kill"}) or outcome.by_clock
         judged = _judge(command, running.code, plan, may_be_done=may_be_done)
         outcome.failures += [(kind, f"command {number}: {what}") for kind, what in judged]

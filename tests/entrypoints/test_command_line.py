@@ -322,3 +322,18 @@ def test_a_signal_just_outside_of_a_command_is_told_in_one_line(
     monkeypatch.setattr(command, "printed_lines", interrupted)
     assert run_command(lambda: 0) == 130
     assert capsys.readouterr().err == "error: stopped by SIGINT\n"
+
+
+def test_an_interrupt_while_the_interpreter_ends_changes_nothing() -> None:
+    code = (
+        "import atexit, os, signal, sys, time\n"
+        "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)))\n"  # stands for torch's end
+        "from vembed.__main__ import main\n"
+        "sys.argv = ['vembed', 'explain', 'temperatur']\n"
+        "sys.exit(main())\n"
+    )
+    words = [sys.executable, "-c", code]
+    ended = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ")
+    assert ended.stderr.count("\n") == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import shlex
+import signal
 import sys
 import traceback
 import warnings
@@ -134,6 +136,15 @@ def run_command(
             return _run(command, log_to_stderr=log_to_stderr, in_several=in_several, watchdog=watchdog)
         except LeaveNow as left:  # the signal came just before the command began, or just behind its end
             return _end(watchdog, left, code=left.exit_code, message=str(left), prefix="")
+        finally:
+            # What is registered last runs first when the interpreter ends, which takes libraries a second.
+            atexit.unregister(_ignore_interrupts)
+            atexit.register(_ignore_interrupts)
+
+
+def _ignore_interrupts() -> None:
+    """Ignore Ctrl-C from here on: all is done, and a library that is interrupted in its end prints a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, watchdog: Watchdog) -> int:

@@ -1,4 +1,4 @@
-"""What must agree before a run continues from a checkpoint.
+"""Refuse to continue a run from the checkpoint of another run.
 
 A checkpoint's stamp says what its run is made of. Whether the work may be spread over other processes is the user's
 word (`resume_elastic`), since the arithmetic then adds up in another order.

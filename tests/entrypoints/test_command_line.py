@@ -324,16 +324,21 @@ def test_a_signal_just_outside_of_a_command_is_told_in_one_line(
     assert capsys.readouterr().err == "error: stopped by SIGINT\n"
 
 
-def test_an_interrupt_while_the_interpreter_ends_changes_nothing() -> None:
-    code = (
+@pytest.mark.parametrize(("interrupts", "code"), [(1, 2), (2, -signal.SIGINT)])
+def test_an_interrupt_while_the_interpreter_ends_changes_nothing_and_two_end_it(interrupts: int, code: int) -> None:
+    program = (
         "import atexit, os, signal, sys, time\n"
-        "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)))\n"  # stands for torch's end
+        "def end():\n"  # stands for torch's
+        f"    for _ in range({interrupts}):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(0.1)\n"
+        "atexit.register(end)\n"
         "from vembed.__main__ import main\n"
         "sys.argv = ['vembed', 'explain', 'temperatur']\n"
         "sys.exit(main())\n"
     )
-    words = [sys.executable, "-c", code]
+    words = [sys.executable, "-c", program]
     ended = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
-    assert ended.returncode == 2
+    assert ended.returncode == code
     assert ended.stderr.startswith("error: ")
     assert ended.stderr.count("\n") == 1

@@ -5,11 +5,15 @@ An intended change is frozen with `python tests/golden/make.py PART`; README.md 
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import make
 import pytest
 from golden_mistakes import mistakes
+from golden_runs import environment
 from golden_text import differences, page_lines, text_lines
 
 if TYPE_CHECKING:
@@ -38,6 +42,23 @@ def test_mistakes_of_newcomers_are_answered_by_name_and_in_time() -> None:
     assert {name: found for name, found in faults.items() if found} == {}
     silent = {"code": 0, "out": ["step 1/8  loss 2.1", "improved: ndcg@10 0.1 -> 1.0"]}
     assert all(mistake.faults(silent) for mistake in mistakes())  # an answer without the cure has a fault
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_is_diagnosed_whatever_its_course(tmp_path: Path) -> None:
+    """Its course hangs on the last digits of a processor, so that its words can't be frozen."""
+    mistake = next(each for each in mistakes() if each.case.name == "a learning rate far too high")
+    config = {**json.loads(mistake.case.files["a.json"]), "learning_rate": 50.0}
+    for name, content in {**mistake.case.files, "a.json": json.dumps(config)}.items():
+        assert isinstance(content, str)
+        (tmp_path / name).write_text(content, "utf-8")
+    done = subprocess.run(
+        [sys.executable, make.TREE / "run.py", "a.json"],
+        cwd=tmp_path, env=environment(make.TREE), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    answer = {"code": done.returncode, "out": done.stdout.splitlines(), "err": done.stderr.splitlines()}
+    assert mistake.faults(answer) == []
+    assert "diagnosis     learning rate too high: " in done.stdout
 
 
 def test_a_changed_message_number_or_hash_is_found() -> None:

@@ -138,13 +138,16 @@ def run_command(
             return _end(watchdog, left, code=left.exit_code, message=str(left), prefix="")
         finally:
             # What is registered last runs first when the interpreter ends, which takes libraries a second.
-            atexit.unregister(_ignore_interrupts)
-            atexit.register(_ignore_interrupts)
+            atexit.unregister(_ignore_one_interrupt)
+            atexit.register(_ignore_one_interrupt)
 
 
-def _ignore_interrupts() -> None:
-    """Ignore Ctrl-C from here on: all is done, and a library that is interrupted in its end prints a traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _ignore_one_interrupt() -> None:
+    """Ignore the next Ctrl-C: all is done, and a library that is interrupted in its end prints a traceback.
+
+    Another one ends the process, should a library hang there.
+    """
+    signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, watchdog: Watchdog) -> int:

@@ -95,9 +95,10 @@ class Browser:
             time.sleep(0.05)
 
     def open(self, url: str) -> None:
-        """Open a page and wait for it."""
+        """Open a page and wait for it, even where the page before it has the same address."""
+        self.value("window.pageBefore = true")
         self.ask("Page.navigate", url=url)
-        self.wait_for(f"location.href.startsWith({json.dumps(url)})")
+        self.wait_for(f"!window.pageBefore && location.href.startsWith({json.dumps(url)})")
 
     def type(self, text: str) -> None:
         """Type a text into what has the focus."""

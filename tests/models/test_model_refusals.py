@@ -7,17 +7,22 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from huggingface_hub import is_offline_mode
 from kit.picture_models import write_picture_model
+from kit.several_ranks import free_port
 from kit.text_models import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, load_any, write_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, CanineConfig, FNetConfig
 
 from vembed.errors import ConfigError, ExitCode, MachineError
+from vembed.models import hub
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder, load_skeleton
 
@@ -273,13 +278,18 @@ def cache_model(cache: Path, name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cached_hub_model_works_offline_and_another_is_named(bert_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", [True, False], ids=["by the user", "no network"])
+def test_a_cached_hub_model_works_offline_and_another_is_named(
+    bert_folder: Path, tmp_path: Path, *, chosen: bool
+) -> None:
     cache = tmp_path / "hub"
     load(bert_folder, pooling_method="cls", prompts={"query": "q: "}).save(tmp_path / "described")
     cache_model(cache, "owner/described", tmp_path / "described")
     cache_model(cache, "owner/bare", bert_folder)
     names = ["owner/described", "owner/bare", "owner/absent"]
-    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    way = {"HF_HUB_OFFLINE": "1"} if chosen else {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": nowhere}
+    environment = {**os.environ, "HF_HUB_CACHE": str(cache), **way}
     done = subprocess.run(
         [sys.executable, "-c", OFFLINE_SCRIPT, *names], env=environment, capture_output=True, text=True, check=True
     )
@@ -289,3 +299,34 @@ def test_a_cached_hub_model_works_offline_and_another_is_named(bert_folder: Path
     kind, code, message = answers["owner/absent"]
     assert (kind, code) == ("MachineError", 5)
     assert "'owner/absent'" in message
+    assert "Retrying" not in done.stderr, "the library's six requests for each file that isn't in the cache"
+    assert (nowhere in done.stderr) is not chosen
+    assert done.stderr.count("models are read from the local cache") == (0 if chosen else 1)
+
+
+def test_open_clips_description_that_cant_be_fetched_is_told_in_words() -> None:
+    with pytest.raises(MachineError, match=r"open_clip:hf-hub:owner/absent could not be loaded by open_clip: "):
+        load_skeleton(ModelKeys(model_name="open_clip:hf-hub:owner/absent"))
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_hub_is_asked_where_it_answers_whatever_it_says(monkeypatch: pytest.MonkeyPatch, *, answers: bool) -> None:
+    class Missing(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    hub._hub_answers.cache_clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with HTTPServer(("127.0.0.1", 0), Missing) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        if answers:
+            threading.Thread(target=server.handle_request).start()
+        else:
+            server.server_close()
+        with hub.hub_or_cache():
+            assert is_offline_mode() is not answers
+        assert not is_offline_mode(), "what others do isn't changed"
+    hub._hub_answers.cache_clear()

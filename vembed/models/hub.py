@@ -14,10 +14,13 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import logging
 import os
+import time
 from collections.abc import Mapping  # noqa: TC003
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
@@ -64,6 +67,11 @@ PICTURES_FILE = "vembed_pictures.json"
 
 PICTURE_SIDE = 224
 """In pixels, where the config of an image tower names none."""
+
+SECONDS_PER_ANSWER = 60
+"""How long an answer to whether the hub can be reached holds."""
+
+_log = logging.getLogger(__name__)
 
 READ_BY = {
     "AutoConfig": "config.json",
@@ -113,9 +121,10 @@ class ModelFiles:
         from transformers.utils.hub import cached_file
 
         try:
-            path = cached_file(
-                self.name, file, revision=self.keys.model_revision, _raise_exceptions_for_missing_entries=False
-            )
+            with hub_or_cache():
+                path = cached_file(
+                    self.name, file, revision=self.keys.model_revision, _raise_exceptions_for_missing_entries=False
+                )
         except (OSError, ValueError) as error:
             raise self._unreachable(error) from error
         return None if path is None else Path(path)
@@ -165,7 +174,7 @@ class ModelFiles:
         return MachineError(
             f"model_name {self.name!r} is no folder here{near} and could not be read from the hub: "
             f"{first_line(error)}. Check the spelling, log in for a private model, or name a local folder; "
-            f"a model that was loaded once works offline with HF_HUB_OFFLINE=1."
+            f"without a network, a model that was loaded once is read from the local cache."
         )
 
     def config(self, subfolder: str = "") -> PreTrainedConfig:
@@ -270,13 +279,14 @@ class ModelFiles:
         if self.folder is not None:
             check_folder(self.folder / subfolder, weights=self.has_weights)
         try:
-            return auto_class.from_pretrained(
-                self.name,
-                subfolder=subfolder,
-                revision=self.keys.model_revision,
-                trust_remote_code=self.keys.trust_remote_code,
-                **extra,
-            )
+            with nullcontext() if self.folder else hub_or_cache():
+                return auto_class.from_pretrained(
+                    self.name,
+                    subfolder=subfolder,
+                    revision=self.keys.model_revision,
+                    trust_remote_code=self.keys.trust_remote_code,
+                    **extra,
+                )
         except ImportError as error:
             raise MachineError(f"{self.name}: {first_line(error)}") from error
         except Exception as error:  # whatever a library makes of a file that it doesn't expect
@@ -316,6 +326,42 @@ class ModelFiles:
         elif not isinstance(error, OSError | ValueError):  # not meant for users, often no more than a name: 'silu2'
             reason = f"{type(error).__name__}: {reason}"
         return ConfigError(f"{self.name} could not be loaded: {reason}{hint}")
+
+
+@contextmanager
+def hub_or_cache() -> Iterator[None]:
+    """Read what lies on the hub of Hugging Face; where it can't be reached, what the local cache has of it.
+
+    Without a network, its library asks six times within 23 seconds for each file that the cache doesn't have. A model
+    has a dozen files that it may lack, so even one that is in the cache would take minutes to load.
+    """
+    from huggingface_hub import constants
+
+    chosen = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = chosen or not _hub_answers(int(time.monotonic()) // SECONDS_PER_ANSWER)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = chosen
+
+
+@lru_cache(maxsize=1)
+def _hub_answers(_period: int) -> bool:
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import HfHubHTTPError
+
+    network_error: type[Exception] = HfHubHTTPError.__bases__[0]  # of the HTTP library, which is another one by version
+    reason = ""
+    for wait in (0, 1):  # a single request may be lost
+        time.sleep(wait)
+        try:
+            get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        except (network_error, OSError) as error:
+            reason = first_line(error)
+        else:
+            return True  # whatever it answers
+    _log.warning("%s can't be reached (%s): models are read from the local cache", constants.ENDPOINT, reason)
+    return False
 
 
 class SkeletonFiles(ModelFiles):

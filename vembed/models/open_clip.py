@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from vembed.errors import ConfigError, MachineError
 from vembed.models import checked_files
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
-from vembed.models.hub import PICTURE_SIDE, save_weights, tokenizer_facts
+from vembed.models.hub import PICTURE_SIDE, hub_or_cache, save_weights, tokenizer_facts
 from vembed.models.pictures import ASSUMED_PATCH_SIZE, blank_picture, normalised, process_pictures, until_bytes
 from vembed.models.plannable import Tower, find_layers, find_tower, layer_values, picture_inputs, token_inputs
 from vembed.models.pooling import unit
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 OPEN_CLIP_PREFIX = "open_clip:"
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
-SCHEMES = ("hf-hub:", "local-dir:")
+HUB_SCHEME = "hf-hub:"
+SCHEMES = (HUB_SCHEME, "local-dir:")
 
 USUAL_LENGTH = 77
 """Tokens of a text where a model's description doesn't say."""
@@ -201,27 +202,20 @@ class OpenClipEncoder(TwoTowers):
             _check_name(name, tag, files)
         elif name.startswith("local-dir:"):
             _check_folder(Path(name.removeprefix("local-dir:")), files)
-        try:
-            with files.device, _quiet_about_weights(files):
-                model, _, preprocess = open_clip.create_model_and_transforms(
-                    name,
-                    pretrained=tag or None,
-                    load_weights=files.has_weights,
-                    device=files.device,
-                    weights_only=True,
-                    pretrained_text=False,
-                )
+        on_hub = bool(tag) or name.startswith(HUB_SCHEME)
+        with _read_by_open_clip(files, on_hub=on_hub), files.device, _quiet_about_weights(files):
+            model, _, preprocess = open_clip.create_model_and_transforms(
+                name,
+                pretrained=tag or None,
+                load_weights=files.has_weights,
+                device=files.device,
+                weights_only=True,
+                pretrained_text=False,
+            )
             tokenizer = open_clip.get_tokenizer(name)
-        except OSError as error:
-            raise _not_loaded(files, error) from error
-        except Exception as error:  # whatever open_clip makes of a description that it doesn't expect
-            raise ConfigError(
-                f"{files.name} could not be loaded by open_clip: {type(error).__name__}: {first_line(error)}. If its "
-                f"{CONFIG_FILE} or {WEIGHTS_FILE} is damaged, copy the folder again"
-            ) from error
+            config = open_clip.get_model_config(name)
 
         _fill_masks(model)
-        config = open_clip.get_model_config(name)
         # open_clip may choose a tokenizer by the model's name: from a saved folder it would choose another one.
         is_named = bool(config.get("text_cfg", {}).get("hf_tokenizer_name"))
         if not is_named and not isinstance(tokenizer, open_clip.SimpleTokenizer):
@@ -349,8 +343,24 @@ class OpenClipEncoder(TwoTowers):
         return {"open_clip": ""}
 
 
-def _not_loaded(files: ModelFiles, error: Exception) -> MachineError:
-    return MachineError(f"{files.name} could not be loaded by open_clip: {first_line(error)}")
+@contextmanager
+def _read_by_open_clip(files: ModelFiles, *, on_hub: bool) -> Iterator[None]:
+    """Let open_clip read what a model needs; failures name the model.
+
+    Raises:
+        MachineError: Something could not be fetched or read.
+        ConfigError: Its files hold something unexpected.
+    """
+    try:
+        with hub_or_cache() if on_hub else nullcontext():
+            yield
+    except Exception as error:  # whatever open_clip makes of a description that it doesn't expect
+        if isinstance(error, OSError) or "Failed to download" in str(error):
+            raise MachineError(f"{files.name} could not be loaded by open_clip: {first_line(error)}") from error
+        raise ConfigError(
+            f"{files.name} could not be loaded by open_clip: {type(error).__name__}: {first_line(error)}. If its "
+            f"{CONFIG_FILE} or {WEIGHTS_FILE} is damaged, copy the folder again"
+        ) from error
 
 
 def _without_weights(files: ModelFiles) -> OpenClipEncoder:
@@ -364,7 +374,8 @@ def _without_weights(files: ModelFiles) -> OpenClipEncoder:
             name = f"local-dir:{files.folder}"
         elif "://" not in name and not name.startswith(SCHEMES):
             name = name.partition(":")[0]
-        config = open_clip.get_model_config(name)
+        with _read_by_open_clip(files, on_hub=name.startswith(HUB_SCHEME)):
+            config = open_clip.get_model_config(name)
         if config is None:
             raise ConfigError(f"open_clip has no model {name!r}")
     shape = copy.deepcopy(config)
@@ -375,11 +386,8 @@ def _without_weights(files: ModelFiles) -> OpenClipEncoder:
     kind = open_clip.CLIP
     if shape.pop("custom_text", False) or foreign:
         kind = open_clip.CoCa if "multimodal_cfg" in shape else open_clip.CustomTextCLIP
-    try:
-        with files.device:
-            model = kind(**shape).to(files.dtype)
-    except OSError as error:  # the config of a text tower from the hub
-        raise _not_loaded(files, error) from error
+    with _read_by_open_clip(files, on_hub=foreign), files.device:  # its text tower's config may lie there
+        model = kind(**shape).to(files.dtype)
     _fill_masks(model)
     side = shape["vision_cfg"].get("image_size", PICTURE_SIDE)
     height, width = (side, side) if isinstance(side, int) else side

@@ -165,6 +165,38 @@ def test_a_model_for_dot_products_is_not_normalised(transformers_folder: Path, t
     assert torch.allclose(embed(load(tmp_path / "cosine")).norm(dim=-1), torch.ones(len(TEXTS)))
 
 
+@pytest.mark.parametrize("behind", ["Normalize", "Dense", "nothing", "LayerNorm"])
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_vectors_are_cut_to_the_dimensions_that_a_folder_names(
+    transformers_folder: Path, tmp_path: Path, behind: str, similarity: str
+) -> None:
+    layers = {"Normalize": [Normalize()], "Dense": [Dense(32, 24)], "nothing": [], "LayerNorm": [LayerNorm(32)]}[behind]
+    modules = [*pooled(transformers_folder), *layers]
+    theirs = written(tmp_path / "model", modules, similarity_fn_name=similarity, truncate_dim=8)
+    for folder in (tmp_path / "model", tmp_path / "saved"):
+        ours = load_any(folder).eval()
+        expected = theirs.encode(list(TEXTS), convert_to_tensor=True, normalize_embeddings=similarity == "cosine")
+        found = embed(ours)
+        assert found.shape == expected.shape == (len(TEXTS), 8)
+        assert (found - expected).abs().max() <= 1e-5
+        assert ours.dimension == 8
+        assert ours.similarity == similarity
+        assert ours.describe()["dimension"].startswith(f"8 of {24 if behind == 'Dense' else 32}, by truncate_dim")
+        ours.save(tmp_path / "saved")
+    assert SentenceTransformer(str(tmp_path / "saved"), device="cpu").encode("sea").shape == (8,)
+
+
+def test_more_dimensions_than_there_are_cut_nothing_and_none_at_all_are_refused(
+    transformers_folder: Path, tmp_path: Path
+) -> None:
+    written(tmp_path / "model", [*pooled(transformers_folder), Normalize()], truncate_dim=64)
+    assert load(tmp_path / "model").dimension == 32
+    assert "dimension" not in load(tmp_path / "model").describe()
+    edit_json(tmp_path / "model" / "config_sentence_transformers.json", truncate_dim=0)
+    with pytest.raises(ConfigError, match=r"config_sentence_transformers\.json is broken: truncate_dim"):
+        load(tmp_path / "model")
+
+
 @pytest.mark.parametrize(
     ("prompts", "default", "query", "document"),
     [

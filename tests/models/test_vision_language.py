@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapter_cases import assert_exact, partly_trained, trainable_of, wake
 from kit.picture_models import opened, picture, vectors
-from kit.text_models import embed, load_any
+from kit.text_models import edit_json, embed, load_any
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 from tokenizers import AddedToken
@@ -111,6 +111,9 @@ def test_a_folder_of_sentence_transformers_is_followed_or_refused(folders: dict[
         assert np.abs(embed(encoder, ["sea", "a"], side=side).numpy() - expected[side]).max() <= 1e-5
     with pytest.raises(ConfigError, match=r"modules\.json names .*Dense, which vembed doesn't run"):
         load_any(tmp_path / "dense")
+    edit_json(tmp_path / "same" / "config_sentence_transformers.json", truncate_dim=8)
+    with pytest.raises(ConfigError, match=r"config_sentence_transformers\.json sets truncate_dim to 8"):
+        load_any(tmp_path / "same")
     with pytest.raises(ConfigError, match=r"no add_generation_prompt in sentence_bert_config\.json, .* Delete modules"):
         load_any(tmp_path / "turn")
     path = tmp_path / "turn" / "chat_template.jinja"

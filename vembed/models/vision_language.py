@@ -44,6 +44,7 @@ from vembed.models.formats import (
     pooling_modes,
     read_modules,
     read_prompts,
+    refuse_truncation,
 )
 from vembed.models.hub import PICTURE_SIDE, tokenizer_facts
 from vembed.models.pictures import Normalisation, last_step, normalised, process_pictures, side_of
@@ -179,6 +180,7 @@ def _as_its_library(
         ConfigError: The folder has a module or a setting that vembed doesn't follow.
     """
     keys, general = files.keys, files.read_json(GENERAL_FILE)
+    refuse_truncation(general, files.name)
     paths = module_paths(read_modules(files), files.name, kinds=("Transformer", "Pooling", "Normalize"))
     (mode, *others) = pooling_modes(files.read_json(f"{paths['Pooling'][0]}/config.json"), files.name)
     processing = files.read_json(TRANSFORMER_FILE).get("processing_kwargs") or {}

@@ -17,9 +17,10 @@ from kit.text_models import (
     load,
     load_any,
     wordpiece_tokenizer,
+    write_cross_encoder,
     write_model,
 )
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import (
     Dense,
     LayerNorm,
@@ -27,6 +28,7 @@ from sentence_transformers.sentence_transformer.modules import (
     Pooling,
     Transformer,
 )
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 from vembed.errors import ConfigError
 from vembed.models import checked_files
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from transformers import PreTrainedModel
 
 PROMPTS = {"query": "find this: ", "document": "text: "}
 LONG = (*TEXTS, "word " * 80)
@@ -466,3 +469,30 @@ def test_a_folder_may_name_no_prompts(library_folders: dict[str, Path], tmp_path
     assert len({each.data_ptr() for each in names.values()}) == len(names)
     settings.unlink()
     assert load_any(tmp_path).prompts == {"query": "", "document": ""}
+
+
+@pytest.mark.parametrize("form", ["of transformers", "of sentence-transformers"])
+def test_a_cross_encoder_taken_for_an_encoder_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str
+) -> None:
+    folder = write_cross_encoder(tmp_path / "judge", ["sea"])
+    if form == "of sentence-transformers":
+        CrossEncoder(str(folder), device="cpu").save(str(tmp_path / "saved"))
+        folder = tmp_path / "saved"
+    load_skeleton(ModelKeys(model_name=str(folder)))  # the plan reads the same folder, and would tell it twice
+    load_any(folder).save(tmp_path / "encoder")
+    load_any(tmp_path / "encoder")  # what vembed wrote is an encoder
+    (message,) = [record.message for record in caplog.records if record.name.startswith("vembed")]
+    assert f"{folder} is a cross-encoder" in message
+    assert "mine --teacher" in message
+
+
+@pytest.mark.parametrize("head", [BertForMaskedLM, BertForSequenceClassification])
+def test_a_base_with_another_head_is_no_cross_encoder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, head: type[PreTrainedModel]
+) -> None:
+    folder = write_model(tmp_path / "model", "bert")
+    head(BertConfig.from_pretrained(folder, num_labels=3)).save_pretrained(folder)  # type: ignore[call-arg]
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [head.__name__]
+    load_any(folder)
+    assert not caplog.records

@@ -23,7 +23,7 @@ from vembed.batch import Composed, ContrastiveBatch, Image
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.models.adapters import freeze
 from vembed.models.keys import ModelKeys
-from vembed.models.load import load_encoder
+from vembed.models.load import load_encoder, load_skeleton
 from vembed.models.pictures import DECODED_AT_ONCE
 from vembed.models.vision_language import VisionLanguageEncoder
 
@@ -150,9 +150,26 @@ def test_a_picture_costs_the_tokens_that_stand_for_it(folders: dict[str, Path]) 
         assert max(tokens) <= most < sides[0]
     with pytest.raises(ConfigError, match="a picture of 64 tokens doesn't fit rows of 60"):
         load(folders["qwen3_vl"], max_seq_length=60, image_tokens=64)
-    # With the tokens around it no picture fits: the keys are wrong, and the files are sound.
-    with pytest.raises(ConfigError, match=r"takes 11 tokens .* row has 8; lower image_tokens or raise max_seq_length$"):
+    # With the 7 tokens around it no picture of 5 fits: the keys are wrong, and the files are sound.
+    with pytest.raises(ConfigError, match=r"takes 12 tokens .* row has 8; lower image_tokens or raise max_seq_length$"):
         load(folders["qwen3_vl"], max_seq_length=8, image_tokens=5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_a_row_that_cannot_hold_a_full_picture_is_refused_before_any_picture(
+    folders: dict[str, Path], kind: str
+) -> None:
+    bound: dict[str, Any] = {"image_tokens": 64} if kind == "qwen3_vl" else {}
+    encoder = load(folders[kind], **bound)
+    full = picture(0, (8 * SIDE, 8 * SIDE))
+    ids = encoder.featurize([full], "query").columns["input_ids"].values
+    least = int(np.isin(ids, encoder._kept_ids).sum())
+    assert least >= encoder.spec.image_tokens, "the picture is a full one"
+    keys = {"model_name": str(folders[kind]), **bound}
+    load_skeleton(ModelKeys(**keys, max_seq_length=least))
+    assert load(folders[kind], **bound, max_seq_length=least).featurize([full], "query").lengths[0] == least
+    with pytest.raises(ConfigError, match=rf"takes {least} tokens .* row has {least - 1}; lower image_tokens or raise"):
+        load_skeleton(ModelKeys(**keys, max_seq_length=least - 1))
 
 
 def test_a_long_row_loses_words_and_neither_pictures_nor_special_tokens(folders: dict[str, Path]) -> None:

@@ -110,7 +110,7 @@ def load_processor(
         ConfigError: There is no chat template, a picture wouldn't fit a row, or a prompt holds what stands for one.
     """
     keys, saved = files.keys, files.read_json(SETTINGS_FILE)
-    processor = _stand_in(config) if files.shape else files.processor()
+    processor = _stand_in(config) if files.shape else files.processor(pads_count=family.pads_count)
     if family.needs_chat_template and not getattr(processor, "chat_template", None):
         raise ConfigError(
             f"{files.name} has no chat template: its chat_template.jinja is missing; copy the folder again"

@@ -141,7 +141,10 @@ def content_id(item: Item) -> int:
             return pictures[0]
         kind = b"\0image+text" if len(pictures) == 1 else b"\0images+text"
         return _signed_digest(kind + np.array([*pictures, content_id(item.text)], dtype="<i8").tobytes())
-    return _signed_digest(item.data) if item.data is not None else _file_id(item.path)
+    if item.data is not None:
+        return _signed_digest(item.data)
+    status = Path(item.path).stat()
+    return _file_id(item.path, status.st_size, status.st_mtime_ns)
 
 
 def text_ids(texts: Iterable[str]) -> NDArray[np.int64]:
@@ -157,8 +160,8 @@ def _signed_digest(content: bytes | memoryview) -> int:
 
 
 @functools.lru_cache(maxsize=1_000_000)
-def _file_id(path: str) -> int:
-    """Hash a file once in a process: a picture comes back in every epoch."""
+def _file_id(path: str, num_bytes: int, mtime_ns: int) -> int:  # noqa: ARG001 - they tell the cache of a change
+    """Hash a file once in a process, and again when it is written over: a picture comes back in every epoch."""
     return _signed_digest(Path(path).read_bytes())
 
 

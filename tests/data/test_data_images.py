@@ -16,7 +16,7 @@ import pytest
 from PIL import ImageFile
 from PIL.PngImagePlugin import PngInfo
 
-from vembed.batch import Image, ImageLimits
+from vembed.batch import Image, ImageLimits, content_id
 from vembed.data.images import FORMATS, ImageError, ImageHeader, check_image, decode_image, decode_images
 from vembed.errors import DataError
 
@@ -252,6 +252,33 @@ def test_sixteen_bits_are_scaled_and_not_clipped(kind: str) -> None:
     pixels = decoded(data)
     assert pixels[0, :, 0].tolist() == [0, 1, 1, 128, 254, 255]
     assert (pixels[..., 0] == pixels[..., 1]).all()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+def test_the_grey_that_a_file_declares_transparent_is_white_in_every_depth(bits: int) -> None:
+    """Written by hand: Pillow writes no grey of 2 or 4 bits. Source: PNG specification, 11.3.2.1 and 13.12."""
+    top = 2**bits - 1
+    greys = sorted({0, 1, top // 2, top})
+    digits = "".join(f"{grey:0{bits}b}" for grey in greys)
+    digits += "0" * (-len(digits) % 8)
+    row = bytes([0]) + int(digits, 2).to_bytes(len(digits) // 8, "big")  # 0: the row isn't filtered
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", len(greys), 1, bits, 0, 0, 0, 0))
+    for transparent in greys:
+        body = chunk(b"tRNS", struct.pack(">H", transparent)) + chunk(b"IDAT", zlib.compress(row)) + chunk(b"IEND", b"")
+        pixels = decoded(b"\x89PNG\r\n\x1a\n" + header + body)[0, :, 0].tolist()
+        assert pixels == [255 if grey == transparent else round(grey * 255 / top) for grey in greys], transparent
+
+
+def test_a_picture_that_is_written_over_has_another_identity(tmp_path: Path) -> None:
+    path = tmp_path / "some.bmp"  # without compression: both have one size
+    for colour in ("red", "blue"):
+        PIL.Image.new("RGB", (8, 8), colour).save(path)
+        os.utime(path, ns=(0, len(colour)))
+        assert content_id(Image(str(path))) == content_id(Image("in memory", path.read_bytes()))
 
 
 def test_transparent_grey_of_sixteen_bits_is_white() -> None:

@@ -82,6 +82,7 @@ def beside(folder: Path) -> list[str]:
         ({"prompts": {"query": "find: ", "document": ""}}, "prompts"),
         ({"normalize": False}, "unit length"),
         ({"lower_case": True}, "lower-casing"),
+        ({"truncate_dim": 8}, "truncate_dim"),
         ({}, "Dense layers"),
     ],
 )
@@ -267,6 +268,9 @@ def test_a_folder_that_describes_other_vectors_is_refused(folders: dict[str, Pat
     settings.write_text(before)
     edit_json(output / "config_sentence_transformers.json", prompts={"query": "find: "})
     with pytest.raises(ConfigError, match="prompts say"):
+        loaded(output)
+    edit_json(output / "config_sentence_transformers.json", prompts={}, truncate_dim=8)
+    with pytest.raises(ConfigError, match=r"config_sentence_transformers\.json sets truncate_dim to 8.*Delete it"):
         loaded(output)
 
 

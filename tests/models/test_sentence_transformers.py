@@ -17,9 +17,10 @@ from kit.text_models import (
     load,
     load_any,
     wordpiece_tokenizer,
+    write_cross_encoder,
     write_model,
 )
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import (
     Dense,
     LayerNorm,
@@ -27,6 +28,7 @@ from sentence_transformers.sentence_transformer.modules import (
     Pooling,
     Transformer,
 )
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 from vembed.errors import ConfigError
 from vembed.models import checked_files
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from transformers import PreTrainedModel
 
 PROMPTS = {"query": "find this: ", "document": "text: "}
 LONG = (*TEXTS, "word " * 80)
@@ -163,6 +166,38 @@ def test_a_model_for_dot_products_is_not_normalised(transformers_folder: Path, t
     assert embed(load(tmp_path / "dot")).norm(dim=-1).max() > 1.5
     written(tmp_path / "cosine", pooled(transformers_folder))
     assert torch.allclose(embed(load(tmp_path / "cosine")).norm(dim=-1), torch.ones(len(TEXTS)))
+
+
+@pytest.mark.parametrize("behind", ["Normalize", "Dense", "nothing", "LayerNorm"])
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_vectors_are_cut_to_the_dimensions_that_a_folder_names(
+    transformers_folder: Path, tmp_path: Path, behind: str, similarity: str
+) -> None:
+    layers = {"Normalize": [Normalize()], "Dense": [Dense(32, 24)], "nothing": [], "LayerNorm": [LayerNorm(32)]}[behind]
+    modules = [*pooled(transformers_folder), *layers]
+    theirs = written(tmp_path / "model", modules, similarity_fn_name=similarity, truncate_dim=8)
+    for folder in (tmp_path / "model", tmp_path / "saved"):
+        ours = load_any(folder).eval()
+        expected = theirs.encode(list(TEXTS), convert_to_tensor=True, normalize_embeddings=similarity == "cosine")
+        found = embed(ours)
+        assert found.shape == expected.shape == (len(TEXTS), 8)
+        assert (found - expected).abs().max() <= 1e-5
+        assert ours.dimension == 8
+        assert ours.similarity == similarity
+        assert ours.describe()["dimension"].startswith(f"8 of {24 if behind == 'Dense' else 32}, by truncate_dim")
+        ours.save(tmp_path / "saved")
+    assert SentenceTransformer(str(tmp_path / "saved"), device="cpu").encode("sea").shape == (8,)
+
+
+def test_more_dimensions_than_there_are_cut_nothing_and_none_at_all_are_refused(
+    transformers_folder: Path, tmp_path: Path
+) -> None:
+    written(tmp_path / "model", [*pooled(transformers_folder), Normalize()], truncate_dim=64)
+    assert load(tmp_path / "model").dimension == 32
+    assert "dimension" not in load(tmp_path / "model").describe()
+    edit_json(tmp_path / "model" / "config_sentence_transformers.json", truncate_dim=0)
+    with pytest.raises(ConfigError, match=r"config_sentence_transformers\.json is broken: truncate_dim"):
+        load(tmp_path / "model")
 
 
 @pytest.mark.parametrize(
@@ -434,3 +469,30 @@ def test_a_folder_may_name_no_prompts(library_folders: dict[str, Path], tmp_path
     assert len({each.data_ptr() for each in names.values()}) == len(names)
     settings.unlink()
     assert load_any(tmp_path).prompts == {"query": "", "document": ""}
+
+
+@pytest.mark.parametrize("form", ["of transformers", "of sentence-transformers"])
+def test_a_cross_encoder_taken_for_an_encoder_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str
+) -> None:
+    folder = write_cross_encoder(tmp_path / "judge", ["sea"])
+    if form == "of sentence-transformers":
+        CrossEncoder(str(folder), device="cpu").save(str(tmp_path / "saved"))
+        folder = tmp_path / "saved"
+    load_skeleton(ModelKeys(model_name=str(folder)))  # the plan reads the same folder, and would tell it twice
+    load_any(folder).save(tmp_path / "encoder")
+    load_any(tmp_path / "encoder")  # what vembed wrote is an encoder
+    (message,) = [record.message for record in caplog.records if record.name.startswith("vembed")]
+    assert f"{folder} is a cross-encoder" in message
+    assert "mine --teacher" in message
+
+
+@pytest.mark.parametrize("head", [BertForMaskedLM, BertForSequenceClassification])
+def test_a_base_with_another_head_is_no_cross_encoder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, head: type[PreTrainedModel]
+) -> None:
+    folder = write_model(tmp_path / "model", "bert")
+    head(BertConfig.from_pretrained(folder, num_labels=3)).save_pretrained(folder)  # type: ignore[call-arg]
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [head.__name__]
+    load_any(folder)
+    assert not caplog.records

@@ -121,6 +121,13 @@ def test_unnormalised_vectors_and_a_hub_id_change_the_commands(tmp_path: Path) -
     assert "What your client does" not in page
 
 
+def test_vectors_that_the_server_does_not_cut_are_the_clients_duty(tmp_path: Path) -> None:
+    encoder = load(write_model(tmp_path / "bare", "bert"))
+    encoder.spec = encoder.spec.__class__(pooling=("mean",), max_length=24, truncate_dim=8)
+    page = sections((export(encoder, tmp_path) / SERVE_FILE).read_text("utf-8"))
+    assert "Keep the first 8 numbers of each vector and divide them by their length" in page["What your client does"]
+
+
 def test_a_server_that_cannot_run_the_model_is_told_with_the_reason(tmp_path: Path) -> None:
     NgramBag(NgramBagConfig(dimension=16, buckets=512)).save(tmp_path / "bag")
     write_picture_model(tmp_path / "clip", "clip")

@@ -78,6 +78,19 @@ def test_a_model_of_model2vec_shares_and_weights_its_rows(tmp_path: Path) -> Non
     assert_same_vectors(SentenceTransformer(str(tmp_path / "model"), device="cpu"), load(tmp_path / "model"))
 
 
+def test_vectors_are_cut_to_the_dimensions_that_a_folder_names(tmp_path: Path) -> None:
+    theirs = written(tmp_path / "model", truncate_dim=5)
+    load(tmp_path / "model").save(tmp_path / "saved")
+    for name in ("model", "saved"):
+        ours = load(tmp_path / name)
+        assert ours.dimension == 5
+        expected = theirs.encode(list(TEXTS), convert_to_tensor=True, normalize_embeddings=True)
+        assert (embed(ours) - expected).abs().max() <= 1e-5
+    written(tmp_path / "dot", Normalize(), truncate_dim=5, similarity_fn_name="dot")
+    with pytest.raises(ConfigError, match="truncate_dim"):
+        load(tmp_path / "dot")
+
+
 def test_rows_that_no_text_names_have_no_gradient_and_a_frozen_table_has_none(folder: Path) -> None:
     batch, loss = text_batch(), make_loss()
     encoder = load(folder, dtype=torch.float64).train()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapter_cases import assert_exact, partly_trained, trainable_of, wake
 from kit.picture_models import opened, picture, vectors
-from kit.text_models import embed, load_any
+from kit.text_models import edit_json, embed, load_any
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 from tokenizers import AddedToken
@@ -23,7 +23,7 @@ from vembed.batch import Composed, ContrastiveBatch, Image
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.models.adapters import freeze
 from vembed.models.keys import ModelKeys
-from vembed.models.load import load_encoder
+from vembed.models.load import load_encoder, load_skeleton
 from vembed.models.pictures import DECODED_AT_ONCE
 from vembed.models.vision_language import VisionLanguageEncoder
 
@@ -111,6 +111,9 @@ def test_a_folder_of_sentence_transformers_is_followed_or_refused(folders: dict[
         assert np.abs(embed(encoder, ["sea", "a"], side=side).numpy() - expected[side]).max() <= 1e-5
     with pytest.raises(ConfigError, match=r"modules\.json names .*Dense, which vembed doesn't run"):
         load_any(tmp_path / "dense")
+    edit_json(tmp_path / "same" / "config_sentence_transformers.json", truncate_dim=8)
+    with pytest.raises(ConfigError, match=r"config_sentence_transformers\.json sets truncate_dim to 8"):
+        load_any(tmp_path / "same")
     with pytest.raises(ConfigError, match=r"no add_generation_prompt in sentence_bert_config\.json, .* Delete modules"):
         load_any(tmp_path / "turn")
     path = tmp_path / "turn" / "chat_template.jinja"
@@ -147,9 +150,26 @@ def test_a_picture_costs_the_tokens_that_stand_for_it(folders: dict[str, Path]) 
         assert max(tokens) <= most < sides[0]
     with pytest.raises(ConfigError, match="a picture of 64 tokens doesn't fit rows of 60"):
         load(folders["qwen3_vl"], max_seq_length=60, image_tokens=64)
-    # With the tokens around it no picture fits: the keys are wrong, and the files are sound.
-    with pytest.raises(ConfigError, match=r"takes 11 tokens .* row has 8; lower image_tokens or raise max_seq_length$"):
+    # With the 7 tokens around it no picture of 5 fits: the keys are wrong, and the files are sound.
+    with pytest.raises(ConfigError, match=r"takes 12 tokens .* row has 8; lower image_tokens or raise max_seq_length$"):
         load(folders["qwen3_vl"], max_seq_length=8, image_tokens=5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_a_row_that_cannot_hold_a_full_picture_is_refused_before_any_picture(
+    folders: dict[str, Path], kind: str
+) -> None:
+    bound: dict[str, Any] = {"image_tokens": 64} if kind == "qwen3_vl" else {}
+    encoder = load(folders[kind], **bound)
+    full = picture(0, (8 * SIDE, 8 * SIDE))
+    ids = encoder.featurize([full], "query").columns["input_ids"].values
+    least = int(np.isin(ids, encoder._kept_ids).sum())
+    assert least >= encoder.spec.image_tokens, "the picture is a full one"
+    keys = {"model_name": str(folders[kind]), **bound}
+    load_skeleton(ModelKeys(**keys, max_seq_length=least))
+    assert load(folders[kind], **bound, max_seq_length=least).featurize([full], "query").lengths[0] == least
+    with pytest.raises(ConfigError, match=rf"takes {least} tokens .* row has {least - 1}; lower image_tokens or raise"):
+        load_skeleton(ModelKeys(**keys, max_seq_length=least - 1))
 
 
 def test_a_long_row_loses_words_and_neither_pictures_nor_special_tokens(folders: dict[str, Path]) -> None:

@@ -71,6 +71,17 @@ def test_vectors_are_those_of_transformers(folders: dict[str, Path], kind: str) 
     assert tuple(writable_forms(encoder)) == ("transformers",)
 
 
+@pytest.mark.parametrize("kind", RETRIEVAL_BUILDERS)
+def test_queries_end_in_the_padding_token_that_they_were_trained_with(folders: dict[str, Path], kind: str) -> None:
+    tokenizer = AutoProcessor.from_pretrained(folders[kind]).tokenizer
+    own, other = str(tokenizer.pad_token), str(tokenizer.convert_ids_to_tokens(5))
+    ids = load(folders[kind], pad_token=own).featurize(TEXTS, "query").columns["input_ids"].values
+    assert (ids == tokenizer.pad_token_id).sum() == 10 * len(TEXTS)
+    with pytest.raises(ConfigError, match=r"pad_token .* leave pad_token out"):
+        load(folders[kind], pad_token=other)
+    load(folders["qwen3_vl"], **NEW, pad_token=other)  # where padding is masked, any token will do
+
+
 @torch.no_grad()
 def test_a_vision_language_model_gives_a_vector_for_each_token_of_its_conversation(folders: dict[str, Path]) -> None:
     encoder = load(folders["qwen3_vl"], query_prompt="Find it.", **NEW)

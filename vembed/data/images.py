@@ -147,6 +147,8 @@ def decode_image(image: Image, limits: ImageLimits, background: Background = "wh
         handle.seek(0)
         try:
             picture = FORMATS[header.format](handle)
+            if header.format == "PNG":
+                _scale_transparent_grey(picture)
             picture.load()
             # Cameras store pixels as the sensor lies and an orientation in EXIF. Models see the picture upright; width
             # and height of `header` are those before the turn. Where EXIF is broken, sound pixels stay as they lie: the
@@ -303,6 +305,17 @@ def _check_pixels(path: str, name: str, size: tuple[int, int], limits: ImageLimi
     if width * height > limit:
         size_words = f"{width:,} x {height:,} = {width * height:,} pixels"
         raise ImageError(path, f"{size_words} are over the limit of {limit:,}; {fix}")
+
+
+def _scale_transparent_grey(picture: ImageFile) -> None:
+    """Scale the one grey that a PNG of 2 or 4 bits declares transparent, before its pixels are read.
+
+    Pillow scales the pixels to 8 bits and leaves this grey as it is in the file, so that no pixel would be equal to it.
+    """
+    factor = {"L;2": 255 // 3, "L;4": 255 // 15}.get(str(picture.tile[0].args)) if picture.tile else None
+    transparent = picture.info.get("transparency")
+    if factor is not None and isinstance(transparent, int) and transparent <= 255 // factor:  # not scaled by Pillow
+        picture.info["transparency"] = transparent * factor
 
 
 def _on_background(picture: PIL.Image.Image, background: Background) -> PIL.Image.Image:

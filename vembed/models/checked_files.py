@@ -49,7 +49,7 @@ MOST_AREA = 2**29
 
 _SETTINGS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((COUNT,), "max_seq_length query_length document_length in_features out_features query_maxlen doc_maxlen"),
-    ((COUNT,), "topk_tokens num_protected_tokens image_tokens length"),
+    ((COUNT,), "topk_tokens num_protected_tokens image_tokens length truncate_dim"),
     ((FLAG,), "do_lower_case include_prompt bias use_residual mask_punctuation do_query_expansion attend"),
     ((FLAG,), "attend_to_expansion_tokens attend_to_mask_tokens normalize_embeddings"),
     ((FLAG,), "pooling_mode_cls_token pooling_mode_mean_tokens pooling_mode_max_tokens pooling_mode_lasttoken"),

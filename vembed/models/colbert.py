@@ -271,7 +271,7 @@ def _decide_late(
         late = replace(late, topk_tokens=keys.topk_tokens)
     if keys.pool_factor != "auto":
         late = replace(late, pool_factor=keys.pool_factor)
-    return replace(spec, origin=origin), marked(prompts, late.markers), late
+    return replace(spec, origin=origin, truncate_dim=None), marked(prompts, late.markers), late
 
 
 def marked(prompts: Mapping[Side, str], markers: Mapping[Side, str]) -> dict[Side, str]:

@@ -21,7 +21,14 @@ from vembed.batch import Features, Ragged
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
 from vembed.models.exportable import Recipe
-from vembed.models.formats import Pipeline, model_type_of, module_kinds, read_modules
+from vembed.models.formats import (
+    GENERAL_FILE,
+    Pipeline,
+    model_type_of,
+    module_kinds,
+    read_modules,
+    refuse_truncation,
+)
 from vembed.models.pictures import (
     last_step,
     normalised,
@@ -110,6 +117,8 @@ class DualEncoder(TwoTowers, TransformersPictures):
         )
         if not subfolder:
             encoder.pipeline().refuse_other(files)
+        elif not files.image_tower:
+            refuse_truncation(files.read_json(GENERAL_FILE), files.name)
         return encoder
 
     @property

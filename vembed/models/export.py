@@ -317,10 +317,13 @@ def _by_sentence_transformers(folder: Path, wanted: Vectors, keys: ModelKeys, *,
     def pictures() -> list[PIL.Image.Image]:
         return [PIL.Image.open(io.BytesIO(data)).convert("RGB") for data in sample_pngs()]
 
+    # The library cuts behind its last module and leaves a vector shorter than one; the cosine doesn't see that.
+    is_cut = getattr(model, "truncate_dim", None) is not None and model.similarity_fn_name == "cosine"
+    options = {"show_progress_bar": False, **({"normalize_embeddings": True} if is_cut else {})}
     encoders = {
-        "query texts": lambda: model.encode_query(list(TEXTS), show_progress_bar=False),
-        "document texts": lambda: model.encode_document(list(TEXTS), show_progress_bar=False),
-        "pictures": lambda: model.encode(pictures(), show_progress_bar=False),
+        "query texts": lambda: model.encode_query(list(TEXTS), **options),
+        "document texts": lambda: model.encode_document(list(TEXTS), **options),
+        "pictures": lambda: model.encode(pictures(), **options),
     }
     encoded = {name: encoders[name]() for name in wanted}
     if several:
@@ -365,6 +368,7 @@ class Served:
     max_length: int | None
     dtype: str
     lower_case: bool
+    truncate_dim: int | None  # leading dimensions of a vector that are kept
 
     @property
     def is_text(self) -> bool:
@@ -393,6 +397,7 @@ def read_served(folder: Path) -> Served:
         max_length=text.get("max_seq_length"),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         lower_case=bool(text.get("do_lower_case", False)),
+        truncate_dim=general.get("truncate_dim"),
     )
 
 
@@ -410,6 +415,9 @@ def serve_page(folder: Path, name: str) -> str:
     ]
     if served.lower_case:
         duties.append("- Lower-case the texts: the servers don't.")
+    if served.truncate_dim is not None:
+        unit = " and divide them by their length" if "Normalize" in served.modules else ""
+        duties.append(f"- Keep the first {served.truncate_dim} numbers of each vector{unit}: the servers give all.")
     if "Dense" in served.modules and served.is_text:
         duties.append(
             "- The model has Dense layers: compare one vector with the model's own, as older releases leave them out."

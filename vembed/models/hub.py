@@ -200,11 +200,24 @@ class ModelFiles:
 
         return self._checked(self._load(AutoTokenizer, subfolder), f"{subfolder}/" if subfolder else "")
 
-    def processor(self) -> Any:
-        """Load the tokenizer, which must be able to pad, the image processor and the chat template."""
+    def processor(self, *, pads_count: bool = False) -> Any:
+        """Load the tokenizer, which must be able to pad, the image processor and the chat template.
+
+        Args:
+            pads_count: The model was trained with its padding token within texts: another would change their vectors.
+
+        Raises:
+            ConfigError: A file is damaged, or `pad_token` doesn't fit.
+        """
         from transformers import AutoProcessor
 
         processor = self._load(AutoProcessor, "")
+        own, wanted = processor.tokenizer.pad_token, self.keys.pad_token
+        if pads_count and own is not None and wanted not in (None, own):
+            raise ConfigError(
+                f"pad_token {wanted!r}: {self.name} was trained with {own!r} at the end of each query, where it gives "
+                f"vectors, and another token would change them; leave pad_token out"
+            )
         self._checked(processor.tokenizer, "")
         return processor
 

@@ -39,12 +39,14 @@ from vembed.models.encoder import NO_PROMPTS, About, Encoder
 from vembed.models.formats import (
     GENERAL_FILE,
     Dense,
+    dimension_fact,
     is_cosine,
     load_dense,
     module_kinds,
     module_paths,
     read_modules,
     read_prompts,
+    read_truncation,
     write_modules,
 )
 from vembed.models.hub import WEIGHTS_FILE, save_weights
@@ -227,6 +229,7 @@ class StaticEncoder(Encoder):
         tokenizer: Cuts texts into tokens, without special ones; None for an encoder that only the plan measures.
         table: Vectors of the tokens, (vocabulary, dimension).
         dense: Layers behind the average.
+        truncate_dim: Leading dimensions of a vector that are kept; None for all.
     """
 
     about = About(
@@ -250,6 +253,7 @@ class StaticEncoder(Encoder):
         dense: Sequence[Dense] = (),
         prompts: Mapping[Side, str] | None = None,
         normalize: bool = True,
+        truncate_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -259,7 +263,9 @@ class StaticEncoder(Encoder):
         self.normalize = normalize
         self.prompts = {**NO_PROMPTS, **(prompts or {})}
         self.similarity = "cosine" if normalize else "dot"
-        self.dimension = int(dense[-1].linear.out_features if dense else table.shape[1])
+        self.truncate_dim = truncate_dim
+        self._width = int(dense[-1].linear.out_features if dense else table.shape[1])
+        self.dimension = min(self._width, truncate_dim or self._width)
         truncation = None if tokenizer is None else tokenizer.truncation
         self.max_length = None if truncation is None else int(truncation["max_length"])
 
@@ -278,7 +284,7 @@ class StaticEncoder(Encoder):
         keys = files.keys
         tokenizer: Tokenizer | None
         prompts: dict[Side, str] = {}
-        dense, normalize = [], True
+        dense, normalize, truncate_dim = [], True, None
         if is_builtin(files.name):
             from vembed.models.from_scratch import train_bpe  # here, as it imports transformers
 
@@ -306,13 +312,22 @@ class StaticEncoder(Encoder):
             dense = [load_dense(files, path).to(device=files.device, dtype=files.dtype) for path in paths["Dense"]]
             prompts = read_prompts(general, files.name)
             normalize = bool(paths["Normalize"]) or is_cosine(general, files.name)
+            truncate_dim = read_truncation(general, files.name, normalized=bool(paths["Normalize"]))
         asked: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
         prompts |= {side: prompt for side, prompt in asked.items() if prompt is not None}
         if tokenizer is not None:
             tokenizer.no_padding()
             if keys.max_seq_length != "auto":
                 tokenizer.enable_truncation(keys.max_seq_length)
-        return cls(files.name, tokenizer=tokenizer, table=table, dense=dense, prompts=prompts, normalize=normalize)
+        return cls(
+            files.name,
+            tokenizer=tokenizer,
+            table=table,
+            dense=dense,
+            prompts=prompts,
+            normalize=normalize,
+            truncate_dim=truncate_dim,
+        )
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Tokenize texts behind their side's prompt; a text without any token has the zero vector."""
@@ -335,6 +350,7 @@ class StaticEncoder(Encoder):
         with torch.autocast(x.device.type, enabled=False):
             for layer in self.dense:
                 x = layer(x)
+            x = x[:, : self.truncate_dim]  # None keeps all
             return F.normalize(x, dim=-1) if self.normalize else x
 
     def save(self, folder: Path) -> None:
@@ -344,7 +360,14 @@ class StaticEncoder(Encoder):
         weights = {"embedding.weight": self.table.weight.detach().cpu().contiguous()}
         safetensors.torch.save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         self.tokenizer.save(str(folder / TOKENIZER_FILE))
-        write_modules(folder, [(KIND, "")], self.dense, prompts=self.prompts, normalize=self.normalize)
+        write_modules(
+            folder,
+            [(KIND, "")],
+            self.dense,
+            prompts=self.prompts,
+            normalize=self.normalize,
+            truncate_dim=self.truncate_dim,
+        )
 
     def facts(self) -> dict[str, str]:
         """Return its shape and how texts are read."""
@@ -352,6 +375,7 @@ class StaticEncoder(Encoder):
         return {
             "pooling": "mean of a table of token vectors",
             "table": f"{vocabulary:,} tokens x {width}",
+            **dimension_fact(self.dimension, self._width),
             "max_seq_length": "none" if self.max_length is None else str(self.max_length),
             "query_prompt": repr(self.prompts["query"]),
             "document_prompt": repr(self.prompts["document"]),

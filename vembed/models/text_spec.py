@@ -112,6 +112,15 @@ def is_causal(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "is_decoder", False)) or is_decoder_type(config)
 
 
+def is_pair_scorer(config: PreTrainedConfig) -> bool:
+    """Return whether the head in a folder of transformers makes it a cross-encoder: it classifies, with a single score.
+
+    sentence-transformers notes its cross-encoders of several scores too, in the config itself.
+    """
+    classifies = any(head.endswith("ForSequenceClassification") for head in config.architectures or ())
+    return classifies and (config.num_labels == 1 or hasattr(config, "sentence_transformers"))
+
+
 def checked_config(files: ModelFiles, subfolder: str) -> PreTrainedConfig:
     """Return the config of a transformer for texts; that of a decoder made bidirectional where the user wants it.
 

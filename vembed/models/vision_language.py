@@ -34,6 +34,7 @@ from vembed.batch import Composed, Features, Image, Ragged
 from vembed.data.images import ImageError
 from vembed.errors import ConfigError, DataError
 from vembed.models import attention
+from vembed.models.checked_files import unreadable
 from vembed.models.encoder import About, Encoder
 from vembed.models.formats import (
     GENERAL_FILE,
@@ -44,9 +45,10 @@ from vembed.models.formats import (
     pooling_modes,
     read_modules,
     read_prompts,
+    refuse_truncation,
 )
 from vembed.models.hub import PICTURE_SIDE, tokenizer_facts
-from vembed.models.pictures import Normalisation, last_step, normalised, process_pictures, side_of
+from vembed.models.pictures import Normalisation, blank_picture, last_step, normalised, process_pictures, side_of
 from vembed.models.plannable import ROWS, TowerInputs, find_tower, is_within, layer_period, text_inputs, token_inputs
 from vembed.models.pooling import pool
 from vembed.models.text_spec import asked_pooling
@@ -108,7 +110,7 @@ def load_processor(
         ConfigError: There is no chat template, a picture wouldn't fit a row, or a prompt holds what stands for one.
     """
     keys, saved = files.keys, files.read_json(SETTINGS_FILE)
-    processor = _stand_in(config) if files.shape else files.processor()
+    processor = _stand_in(config) if files.shape else files.processor(pads_count=family.pads_count)
     if family.needs_chat_template and not getattr(processor, "chat_template", None):
         raise ConfigError(
             f"{files.name} has no chat template: its chat_template.jinja is missing; copy the folder again"
@@ -137,8 +139,64 @@ def load_processor(
             f"{files.name}: a picture of {image_tokens} tokens doesn't fit rows of {max_length}, and none is cut; "
             f"set max_seq_length above it, or image_tokens to at most {max_length // 2}"
         )
+    if not files.shape:
+        try:
+            kept = _kept_beside_a_full_picture(processor, family, instructions, network.image_token_id, image_tokens)
+        except ConfigError:
+            raise
+        except Exception as error:  # of a library, or of a template that the model brings along
+            raise unreadable(files.name, "image", error) from error
+        if kept > max_length:
+            raise ConfigError(
+                f"{files.name}: a row with a picture of {image_tokens} tokens takes {kept} tokens that can't be left "
+                f"out, and a row has {max_length}; lower image_tokens or raise max_seq_length"
+            )
     pooling: PoolingMode = asked_pooling(keys) or saved.get("pooling", family.pooling)
     return processor, VisionLanguageSpec(instructions, max_length, image_tokens, pooling)
+
+
+def _kept_beside_a_full_picture(
+    processor: Any,
+    family: VisionLanguageFamily,
+    instructions: Mapping[Side, str],
+    image_token_id: int,
+    image_tokens: int,
+) -> int:
+    """Return the tokens that no cut takes out of a row with one picture of the most tokens: its own, and special ones.
+
+    A blank picture may take fewer tokens than that; those around it, of the template and of the picture, are the same.
+    """
+    arrays = family.process(processor.image_processor, [blank_picture()], in_bytes=False)
+    placeholder = family.placeholder(processor, arrays, 0)
+    kept_ids = uncut_ids(processor.tokenizer, image_token_id)
+
+    def num_kept(text: str, *, is_row: bool) -> int:
+        return sum(token_id in kept_ids for token_id in tokenized(processor.tokenizer, [text], is_row=is_row)[0])
+
+    rows = [
+        family.words(processor, instruction, 1, "").replace(processor.image_token, placeholder)
+        for instruction in instructions.values()
+    ]
+    missing = max(0, image_tokens - num_kept(placeholder, is_row=False))
+    return max(num_kept(row, is_row=True) for row in rows) + missing
+
+
+def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, is_row: bool = True) -> list[list[int]]:
+    """Return the token ids of texts; of whole rows with the special tokens at their ends that a tokenizer adds."""
+    # A template may write the start of a row itself: the tokenizer would write it twice.
+    starts = tokenizer.bos_token is not None and texts[0].startswith(str(tokenizer.bos_token))
+    encoded: Any = tokenizer(
+        texts, add_special_tokens=is_row and not starts, return_attention_mask=False, return_token_type_ids=False
+    )
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
+
+
+def uncut_ids(tokenizer: PreTrainedTokenizerBase, image_token_id: int) -> set[int]:
+    """Return the ids that no cut takes out of a row: those of pictures, and special ones."""
+    # A tokenizer marks more as special than it names: Gemma3's turns.
+    marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {*tokenizer.all_special_ids, *marked, image_token_id}
 
 
 def placeholders_of(processor: Any, image_token_id: int) -> tuple[str, ...]:
@@ -179,6 +237,7 @@ def _as_its_library(
         ConfigError: The folder has a module or a setting that vembed doesn't follow.
     """
     keys, general = files.keys, files.read_json(GENERAL_FILE)
+    refuse_truncation(general, files.name)
     paths = module_paths(read_modules(files), files.name, kinds=("Transformer", "Pooling", "Normalize"))
     (mode, *others) = pooling_modes(files.read_json(f"{paths['Pooling'][0]}/config.json"), files.name)
     processing = files.read_json(TRANSFORMER_FILE).get("processing_kwargs") or {}
@@ -307,9 +366,7 @@ class VisionLanguageEncoder(Encoder):
                 f"{name}: its tokenizer {problem}: tokenizer_config.json is damaged or of another model. Copy the "
                 f"folder again"
             )
-        # Those that no cut takes out of a row. A tokenizer marks more as special than it names: Gemma3's turns.
-        marked = {token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        self._kept_ids = np.array(sorted({*special_ids, *marked, self._image_id}))
+        self._kept_ids = np.array(sorted(uncut_ids(self.tokenizer, self._image_id)))
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -351,12 +408,8 @@ class VisionLanguageEncoder(Encoder):
             arrays.append(self._processed(images))
             texts.append(self._words(arrays[-1], len(images), text, side))
 
-        # A template may write the start of a row itself: the tokenizer would write it twice.
-        starts = self.tokenizer.bos_token is not None and texts[0].startswith(str(self.tokenizer.bos_token))
-        encoded = self.tokenizer(
-            texts, add_special_tokens=not starts, return_attention_mask=False, return_token_type_ids=False
-        )
-        packed = token_rows(encoded["input_ids"], self.tokenizer.pad_token_id or 0, self.name, self._num_tokens)
+        ids_by_row = tokenized(self.tokenizer, texts)
+        packed = token_rows(ids_by_row, self.tokenizer.pad_token_id or 0, self.name, self._num_tokens)
         whole = np.split(packed.values, packed.offsets[1:-1])
         ids = [self._cut(row, images) for row, (images, _) in zip(whole, contents, strict=True)]
         if any(images and self._image_id not in row for row, (images, _) in zip(ids, contents, strict=True)):

@@ -92,6 +92,7 @@ class VisionLanguageFamily(ABC):
     most_image_tokens: ClassVar[int | None] = None  # of one picture; None: as the image processor says
     flattest: ClassVar[int | None] = None  # most that the longer side of a picture may be of the shorter one
     needs_chat_template: ClassVar[bool] = True  # `words` lays items out by it
+    pads_count: ClassVar[bool] = False  # `words` puts padding tokens into a text, and they give vectors
     instruction: ClassVar[str] = ""  # system message of every item
     ends_instruction: ClassVar[bool] = False  # a full stop is added to an instruction without punctuation at its end
     pooling: ClassVar[PoolingMode] = "lasttoken"

@@ -72,6 +72,7 @@ class ColPali(PaliGemma):
 
     model_type = "colpali"
     name = "ColPali"
+    pads_count = True
 
     @override
     def words(self, processor: Any, instruction: str, num_pictures: int, text: str) -> str:
@@ -85,6 +86,7 @@ class ColQwen2(Qwen2VL):
     name = "ColQwen2"
     most_image_tokens = None
     needs_chat_template = False
+    pads_count = True
 
     @override
     def words(self, processor: Any, instruction: str, num_pictures: int, text: str) -> str:

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from vembed.data.sampler import GlobalSampler
     from vembed.data.table import RecordTable
     from vembed.distributed.ranks import Ranks
-    from vembed.training.batches import Batches, BatchSource, PreparedBatch
+    from vembed.training.batches import Batches, BatchSource, FeaturedBatch
     from vembed.vectors.mining import Teacher
     from vembed.vectors.provenance import Key
 
@@ -101,7 +101,7 @@ class RefreshedBatches:
     _start: int = 0  # steps that `_batches` makes
     _end: int = 0
 
-    def batch(self, step: int) -> PreparedBatch:
+    def batch(self, step: int) -> FeaturedBatch:
         """Return the batch of a step, counted from 0.
 
         Raises:

@@ -30,7 +30,6 @@ import numpy as np
 
 from vembed.batch import Ragged, content_id
 from vembed.errors import ConfigError, DataError
-from vembed.evaluation.judge import recall_sum
 from vembed.evaluation.metrics import (
     DEFAULT_DEPTH,
     DEFAULT_KS,
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 
     from vembed.batch import Features, Item, Side
     from vembed.data.judged import RetrievalData
-    from vembed.evaluation.judge import Estimate
     from vembed.evaluation.report.vectors import Geometry
     from vembed.models.encoder import Encoder
     from vembed.vectors.encode import ItemEncoder, Vectors
@@ -310,14 +308,6 @@ def pair_similarities(
         part = slice(start, start + PAIRS_AT_ONCE)
         np.einsum("pe,pe->p", q_QE[query_P[part]], d_DE[document_P[part]], out=similarity_P[part])
     return similarity_P
-
-
-def recall_sums_before_and_after(baseline: Directions, final: Directions) -> tuple[Estimate, Estimate] | None:
-    """Return `recall_sum` before and after training, or None where one of them lacks a cut-off or a direction."""
-    if baseline.reverse is None or final.reverse is None:
-        return None
-    before, after = recall_sum(baseline.forward, baseline.reverse), recall_sum(final.forward, final.reverse)
-    return (before, after) if before and after else None
 
 
 def asking_rows(task: RetrievalData, turned: RetrievalData) -> NDArray[np.int64]:

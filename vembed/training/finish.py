@@ -17,8 +17,7 @@ from vembed.batch import ImageLimits
 from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
 from vembed.evaluation.diagnosis import diagnose, diagnosis_lines, performance, setup_of
-from vembed.evaluation.evaluate import Directions, recall_sums_before_and_after
-from vembed.evaluation.judge import Verdict, caveats, headline, overall, verdict, worse_than_untrained
+from vembed.evaluation.judge import Verdict, caveats, headline, overall, recall_sum, verdict, worse_than_untrained
 from vembed.evaluation.next_steps import next_commands
 from vembed.evaluation.report.inputs import Reverse, RunReport
 from vembed.evaluation.results import deciding_metric
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from vembed.evaluation.evaluate import Directions
     from vembed.evaluation.judge import SetOutcome
     from vembed.evaluation.results import EvaluationResult
     from vembed.models.encoder import Encoder
@@ -202,9 +202,12 @@ def _publish(run: Run, result: RunResult, final: Directions, kept_step: int) -> 
     line("time", run.clock.total(rows))
     if result.reverse is not None:
         line("reversed", f"{result.reverse.task.direction}: {result.reverse.verdict.sentence}")
-        before = Directions(result.baseline, result.reverse.baseline)
-        if sums := recall_sums_before_and_after(before, Directions(result.final, result.reverse.final)):
-            line("rsum", f"{sums[0].value:.1f} -> {sums[1].value:.1f} of 600")
+        before, after = (
+            recall_sum(result.baseline, result.reverse.baseline),
+            recall_sum(result.final, result.reverse.final),
+        )
+        if before and after:  # None where one of them lacks a cut-off
+            line("rsum", f"{before.value:.1f} -> {after.value:.1f} of 600")
     for outcome in result.sets if len(result.sets) > 1 else ():
         line(outcome.role, outcome.line)
     if run.evaluations.test is not None and (

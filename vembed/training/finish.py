@@ -6,6 +6,7 @@ import errno
 import logging
 import platform
 import traceback
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -21,8 +22,9 @@ from vembed.evaluation.judge import Verdict, caveats, headline, overall, recall_
 from vembed.evaluation.next_steps import next_commands
 from vembed.evaluation.report.inputs import Reverse, RunReport
 from vembed.evaluation.results import deciding_metric
-from vembed.files import new_folder, share_permissions
+from vembed.files import new_folder, replace_text, share_permissions
 from vembed.models.adapters import has_adapters, merge_adapters, narrowed_bytes, save_trained
+from vembed.models.exportable import writable_forms
 from vembed.plan.devices import cpu_cores
 from vembed.redact import redact
 from vembed.text import show_bytes
@@ -32,13 +34,13 @@ from vembed.training.saving import gather_encoder, model_bytes
 from vembed.training.trackers import read_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from vembed.evaluation.evaluate import Directions
     from vembed.evaluation.judge import SetOutcome
     from vembed.evaluation.results import EvaluationResult
     from vembed.models.encoder import Encoder
+    from vembed.training.evaluations import Directions
     from vembed.training.run import Run
 
 _log = logging.getLogger(__name__)
@@ -168,8 +170,7 @@ def _export(run: Run, encoder: Encoder | None, kept_step: int) -> None:
 
 def _publish(run: Run, result: RunResult, final: Directions, kept_step: int) -> None:
     """Write the report and the model's card, and log the last lines, the verdict last of all."""
-    from vembed.evaluation.report.run_report import write_report  # with drawings, and huggingface_hub: not for --plan
-    from vembed.training.card import write_model_card
+    from vembed.evaluation.report.run_report import write_report  # with drawings: not for --plan
 
     rows = read_rows(run.output.path / "metrics.jsonl")
     more_facts = (*mining_facts(run.output.mining), *hard_batch_facts(run.output.hard_vectors))
@@ -183,14 +184,11 @@ def _publish(run: Run, result: RunResult, final: Directions, kept_step: int) -> 
         "processes": str(run.plan.world_size),
         "dtype": run.plan.dtype,
     }
-    try:
+    with _failure_logged("the report"):
         report = _report(run, result, rows, kept_step, data_facts=data_facts, environment=environment)
         write_report(run.output.path / "report", replace(report, geometry=final.geometry))
-    except (MachineError, OSError) as error:
-        _log.error("the report could not be written; the model is complete: %s", error)
-    except Exception:  # noqa: BLE001 - a report that fails must not make the run look lost: the model is saved
-        _log.error("the report could not be written; the model is complete\n%s", traceback.format_exc())
-    write_model_card(run.output, run.encoder, config=run.keys, data_facts=data_facts, environment=environment)
+    with _failure_logged("the model card"):
+        _write_card(run, data_facts, environment)
 
     def line(label: str, text: object) -> None:
         _log.info("%-*s  %s", LABEL_COLUMNS, label, text)
@@ -271,6 +269,35 @@ def _report(
         findings=findings,
         performance=performance(rows, setup, **training_setup),
     )
+
+
+@contextmanager
+def _failure_logged(what: str) -> Iterator[None]:
+    """Log why something can't be written within the block: the run must not look lost, as its model is saved."""
+    try:
+        yield
+    except (MachineError, OSError) as error:
+        _log.error("%s could not be written; the model is complete: %s", what, error)
+    except Exception:  # noqa: BLE001 - whatever it is; the log has the traceback
+        _log.error("%s could not be written; the model is complete\n%s", what, traceback.format_exc())
+
+
+def _write_card(run: Run, data_facts: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> None:
+    """Write the README.md beside the model, as `vembed export` would.
+
+    Args:
+        data_facts: (label, value) of the data; like `environment`, used where the report could not be written.
+    """
+    from vembed.evaluation.card import CARD_FILE, render_card  # with huggingface_hub: not for --plan
+    from vembed.evaluation.card_facts import CardFacts, gather_run, model_facts, read_report, written_with
+
+    output, encoder = run.output, run.encoder
+    facts, versions = read_report(output.path)
+    told = gather_run(output.path, config=run.keys, data_facts=facts or data_facts, environment=versions or environment)
+    model = model_facts(encoder, writable_forms(encoder)[0])
+    card = CardFacts(title=told.name, folder=output.model.name, model=model, run=told, versions=written_with())
+    replace_text(output.model / CARD_FILE, render_card(card))
+    share_permissions(output.model)
 
 
 def _dev_metric(run: Run) -> str:

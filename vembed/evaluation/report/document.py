@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from vembed.evaluation.report.comparison import Comparisons
     from vembed.evaluation.report.curves import Curve
     from vembed.evaluation.report.inputs import Reverse, RunReport
-    from vembed.evaluation.report.ranks import ScoreSplit
     from vembed.evaluation.report.run_report import ReportNumbers
     from vembed.evaluation.report.speed import TimeSplit
     from vembed.evaluation.results import EvaluationResult
@@ -59,7 +58,10 @@ def run_document(
             "examples": {group.kind: [example.query_id for example in group.examples] for group in numbers.groups},
         },
         "recall_at_k": _array_lists(numbers.recalls),
-        "scores": [_score_json(split) for split in numbers.splits],
+        "scores": [
+            {"system": split.label, "relevant": _quartiles(split.relevant), "others": _quartiles(split.others)}
+            for split in numbers.splits
+        ],
         "pictures": {"shown": num_shown_pictures, "decoded": num_decoded_pictures},
         "dev_task": report.dev_task or report.task.name,
         "curves": {curve.spec.key: _curve_json(curve) for curve in numbers.curves.steps},
@@ -129,10 +131,6 @@ def _reverse_json(reverse: Reverse, numbers: ReportNumbers) -> dict[str, object]
 
 def _array_lists(arrays: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
     return {name: values.tolist() for name, values in arrays.items()}
-
-
-def _score_json(split: ScoreSplit) -> dict[str, object]:
-    return {"system": split.label, "relevant": _quartiles(split.relevant), "others": _quartiles(split.others)}
 
 
 def _quartiles(scores: np.ndarray) -> dict[str, object]:

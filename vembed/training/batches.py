@@ -209,25 +209,22 @@ def open_batches(run: Run) -> AbstractContextManager[Batches]:
     source = replace(batch_source(run, ask(run, run.teacher)), stored=stored)
     run.words.doing = "training"
 
-    works: list[tuple[Refresh, Path]] = []
+    works: list[Refresh] = []
     if config.mine != "never":
-        works.append((MiningRefresh(config, data, encode, output.mining), output.mining))
+        works.append(MiningRefresh(config, data, encode, output.mining))
     if run.hard is not None and config.hard_refresh != "once":
-        folder, size = output.hard_vectors, plan.batch.total
-        work = HardBatchRefresh(config, data.records, data.fingerprint, encode, plan.dtype, folder, size)
-        works.append((work, folder))
+        works.append(HardBatchRefresh(config, data, encode, output.hard_vectors, plan.dtype, plan.batch.total))
     num_batches = run.step_batches(plan.steps.total - 1).stop
 
     def open_level(source: BatchSource, end: int, level: int = 0) -> AbstractContextManager[Batches]:
         end = min(end, num_batches)
         # Mining is the outer level, as it changes the records; hard batches only change which of them meet.
         if level < len(works):
-            work, folder = works[level]
 
             def open_inner(changed: BatchSource, inner_end: int) -> AbstractContextManager[Batches]:
                 return open_level(changed, min(end, inner_end), level + 1)
 
-            return RefreshedBatches(work, source, open_inner, folder, run.ranks)
+            return RefreshedBatches(works[level], source, open_inner, run.ranks)
         if source.records is not data.records:  # mined negatives: the teacher may not have been asked about them
             teacher = teacher_of(run, source.records)
             source = replace(source, answers=ask(run, teacher))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 import vembed
-from vembed.batch import ImageLimits
 from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
 from vembed.evaluation.diagnosis import diagnose, diagnosis_lines, performance, setup_of
@@ -28,6 +27,7 @@ from vembed.models.exportable import writable_forms
 from vembed.plan.devices import cpu_cores
 from vembed.redact import redact
 from vembed.text import show_bytes
+from vembed.training.data import image_limits
 from vembed.training.progress import LABEL_COLUMNS
 from vembed.training.refresh import hard_batch_facts, mining_facts
 from vembed.training.saving import gather_encoder, model_bytes
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.evaluation.judge import SetOutcome
+    from vembed.evaluation.report.vectors import Geometry
     from vembed.evaluation.results import EvaluationResult
     from vembed.models.encoder import Encoder
-    from vembed.training.evaluations import Directions
     from vembed.training.run import Run
 
 _log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def finish_run(run: Run, baseline: EvaluationResult) -> RunResult:
             sets=sets,
             caveats=caveats(sets, num_choices=sum(step > 0 for step, _ in state.evaluations) if on_dev else 0),
         )
-        _publish(run, result, final, kept_step)
+        _publish(run, result, final.geometry, kept_step)
         return result
 
     return ranks.from_first(conclude)
@@ -168,7 +168,7 @@ def _export(run: Run, encoder: Encoder | None, kept_step: int) -> None:
             _log.warning("%s is removed: the model found no room beside it (%s)", removed, error)
 
 
-def _publish(run: Run, result: RunResult, final: Directions, kept_step: int) -> None:
+def _publish(run: Run, result: RunResult, geometry: Geometry | None, kept_step: int) -> None:
     """Write the report and the model's card, and log the last lines, the verdict last of all."""
     from vembed.evaluation.report.run_report import write_report  # with drawings: not for --plan
 
@@ -186,7 +186,7 @@ def _publish(run: Run, result: RunResult, final: Directions, kept_step: int) -> 
     }
     with _failure_logged("the report"):
         report = _report(run, result, rows, kept_step, data_facts=data_facts, environment=environment)
-        write_report(run.output.path / "report", replace(report, geometry=final.geometry))
+        write_report(run.output.path / "report", replace(report, geometry=geometry))
     with _failure_logged("the model card"):
         _write_card(run, data_facts, environment)
 
@@ -263,7 +263,7 @@ def _report(
         data_facts=[*data_facts, *_training_facts(run, rows)],
         data_hashes=run.data.hashes,
         command=run.command,
-        image_limits=ImageLimits(max_pixels=run.config.max_image_pixels),
+        image_limits=image_limits(run.config),
         dev_task=evaluations.dev.name if evaluations.dev is not None and evaluations.test is not None else "",
         dev_metric=_dev_metric(run),
         findings=findings,

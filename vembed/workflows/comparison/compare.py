@@ -342,7 +342,6 @@ def _row(name: str, result: EvaluationResult | None, against: EvaluationResult |
         values={} if result is None else {"final": result.metrics[metric]},
         intervals={"final": mean_interval([result], metric)} if result is not None and has_interval else {},
         verdict=None if result is None or against is None else verdict(against, result, metric),
-        is_headline=True,
     )
 
 

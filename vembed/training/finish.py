@@ -244,7 +244,6 @@ def _report(
     return RunReport(
         title=redact(run.output.path.name),
         verdict=result.sets[0].verdict,
-        overall=result.verdict,
         sets=result.sets,
         caveats=result.caveats,
         task=evaluations.verdict_task,

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from vembed.batch import Features
-    from vembed.gradcache.engine import Pool
     from vembed.losses.base import BatchStructure
     from vembed.models.encoder import Encoder
 
@@ -25,7 +24,7 @@ MOST_WORKERS = 8
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """A batch of texts as features, as it comes from a worker."""
+    """A batch of texts as features, as workers and this process make it."""
 
     structure: BatchStructure
     parts: tuple[tuple[Features, Any], ...]  # rows and their slots
@@ -39,7 +38,7 @@ class TextSource:
     device: torch.device
     pairs: int
 
-    def features(self, step: int) -> TextBatch:
+    def batch(self, step: int) -> TextBatch:
         """Draw the texts of a step and tokenize them."""
         import numpy as np
         from engine_workload import structure_of_pairs, token_ids
@@ -50,20 +49,13 @@ class TextSource:
         features = self.encoder.featurize(texts, "document")
         return TextBatch(structure_of_pairs(self.pairs), ((features, np.arange(2 * self.pairs)),))
 
-    def prepared(self, batch: TextBatch) -> tuple[list[Pool], BatchStructure]:
-        """Return a batch as the engine takes it."""
-        from vembed.gradcache.engine import Pool
-
-        encoder = self.encoder
-        (rows, slots), *_ = batch.parts
-        return [Pool(encoder, encoder.collate, rows, slots)], batch.structure
-
 
 def texts(setting: Setting) -> Iterator[Finding]:
     """Compare the rate at which workers make batches with that of the steps, then let both run together."""
     import torch
 
     from vembed.plan.batch import BATCHES_PER_WORKER
+    from vembed.training.batches import pools_of
     from vembed.training.loading import BatchLoader
 
     pairs, steps = (16, 4) if setting.is_small else (2048, 8)
@@ -77,7 +69,7 @@ def texts(setting: Setting) -> Iterator[Finding]:
     with BatchLoader(source, num_workers=num_workers, batches_ahead=ahead, num_batches=steps) as loader:
         batches: list[Any] = [loader.batch(step) for step in range(steps)]
     loader_seconds = (time.perf_counter() - started) / steps
-    made_here = [source.prepared(source.features(step)) for step in range(steps)]
+    made_here = [source.batch(step) for step in range(steps)]
     equal = [_rows_of(batch) for batch in batches] == [_rows_of(batch) for batch in made_here]
     yield Finding("batches of workers against those of this process", {"equal": equal}, held=equal)
 
@@ -85,10 +77,10 @@ def texts(setting: Setting) -> Iterator[Finding]:
         workload_of(encoder, setting, 1, torch.bfloat16 if setting.device == "cuda" else None),
         256 if setting.is_small else 16384,
     )
-    engine.step(*batches[0])
+    engine.step(pools_of(batches[0], encoder), batches[0].structure)
     started = time.perf_counter()
     for ready in batches:
-        engine.step(*ready)
+        engine.step(pools_of(ready, encoder), ready.structure)
     step_seconds = (time.perf_counter() - started) / steps
     figures = {"loader_seconds": loader_seconds, "step_seconds": step_seconds, "workers": num_workers}
     yield Finding("each alone, for a batch", figures)
@@ -101,7 +93,7 @@ def texts(setting: Setting) -> Iterator[Finding]:
             asked = time.perf_counter()
             batch: Any = loader.batch(step)
             waited += time.perf_counter() - asked
-            engine.step(*batch)
+            engine.step(pools_of(batch, encoder), batch.structure)
     total = time.perf_counter() - started
     figures = {"step_seconds": total / (steps - 1), "share of waiting (aim: under 0.05)": waited / total}
     yield Finding("together", figures)
@@ -119,7 +111,7 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
 
 
-def _rows_of(prepared: tuple[list[Pool], BatchStructure]) -> list[list[int]]:
-    (pool,), _ = prepared
-    ids = pool.features.columns["input_ids"]
+def _rows_of(batch: TextBatch) -> list[list[int]]:
+    ((features, _),) = batch.parts
+    ids = features.columns["input_ids"]
     return [ids.lengths.tolist(), ids.values.tolist()]

@@ -23,7 +23,7 @@ from kit.picture_models import write_open_clip, write_picture_model
 from kit.runs import environment, run_keys, steps_saved
 from safetensors.torch import load_file, save_file
 
-import vembed.training.card
+import vembed.evaluation.card
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.checkpoint.tensors import whole
 from vembed.entrypoints.export import ExportOptions
@@ -228,7 +228,7 @@ def test_a_card_that_fails_never_loses_the_model(
     def failing(facts: object) -> str:
         raise error
 
-    monkeypatch.setattr(vembed.training.card, "render_card", failing)
+    monkeypatch.setattr(vembed.evaluation.card, "render_card", failing)
     done = run_keys(tmp_path, site.keys(max_steps=1, eval_strategy="no", eval_steps=None)).ok()
     assert "the model card could not be written; the model is complete" in done.err
     log = done.text("train.log")

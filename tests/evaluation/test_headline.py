@@ -23,7 +23,8 @@ def forgotten(task: str) -> SetOutcome:
 
 @pytest.mark.parametrize("task", ["old/test", "old(v2).jsonl", "a: b (c), d"])
 def test_a_forgotten_set_follows_the_interval_whatever_it_is_called(task: str) -> None:
-    report = sample(sets=(forgotten(task),))
+    first = SetOutcome.of("test", sample().baseline, sample().final, "ndcg@10")
+    report = sample(sets=(first, forgotten(task)))
     decided = report.verdict
     (block,) = (block for block in build_page(report).head if isinstance(block, VerdictBlock))
     assert block.sentence == headline(decided, report.sets) == f"{decided.sentence}; forgets on {task}"

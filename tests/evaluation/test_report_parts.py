@@ -33,7 +33,7 @@ from vembed.evaluation.report.curves import (
 )
 from vembed.evaluation.report.inputs import Finding
 from vembed.evaluation.report.plan import plan_parts, plan_section
-from vembed.evaluation.report.ranks import build_ranks
+from vembed.evaluation.report.ranks import recalls_by_depth, split_scores
 from vembed.evaluation.report.run_report import build_page
 from vembed.evaluation.report.speed import MAX_STRETCHES, percent_text, seconds_text, split_time
 from vembed.evaluation.report.vectors import (
@@ -267,7 +267,7 @@ def test_recall_at_every_cut_equals_trec_evals_and_queries_without_a_judgement_d
     expected = {name: np.mean(list(values.values())) for name, values in score_run(run, task.qrels, cuts).items()}
     for given in (run, {**run, "unjudged": run["q1"]}):
         final = result("final", dict.fromkeys(given, 0.5), run=given)
-        recall_K = build_ranks(task, final, final, None).recalls_K["final"]
+        recall_K = recalls_by_depth(task, final, final, None)["final"]
         assert 0 < recall_K[9] < recall_K[99] < 1
         assert [recall_K[cut - 1] for cut in cuts] == pytest.approx(
             [expected[f"recall@{cut}"] for cut in cuts], abs=1e-12
@@ -277,7 +277,7 @@ def test_recall_at_every_cut_equals_trec_evals_and_queries_without_a_judgement_d
 def test_scores_are_split_by_judgement_and_those_that_are_not_finite_are_counted() -> None:
     run = {"q1": [("d1", 0.9), ("d2", 0.5)], "q4": [("d1", 0.4), ("d4", math.nan), ("d3", math.inf)]}
     final = result("final", {"q1": 1.0, "q4": 0.0}, run=run)
-    split = build_ranks(sample().task, final, final, None).splits[1]
+    split = split_scores(sample().task, final, final)[1]
     assert split.relevant.tolist() == [0.9]
     assert split.others.tolist() == [0.5, 0.4], "d1 is judged for q4, with grade 0"
     assert split.num_non_finite == 2

@@ -35,12 +35,12 @@ from vembed.errors import DataError, MachineError
 from vembed.losses.base import BatchStructure
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
-from vembed.training.batches import BatchSource
+from vembed.training.batches import BatchSource, pools_of
 from vembed.training.loading import BatchLoader
 from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:
-    from vembed.training.batches import PreparedBatch
+    from vembed.training.batches import FeaturedBatch
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -86,20 +86,20 @@ def loader_of(source: BatchSource, num_workers: int, *, num_steps: int = 9) -> B
     return BatchLoader(source, num_workers=num_workers, batches_ahead=2 * num_workers, num_batches=num_steps)
 
 
-def numbers_of(batch: PreparedBatch) -> dict[str, bytes]:
+def numbers_of(batch: FeaturedBatch) -> dict[str, bytes]:
     """Return every number of a batch."""
     arrays: dict[str, Any] = {
         "positives": batch.structure.positives_P2.numpy(),
         "queries": batch.structure.query_ids_Q.numpy(),
         "documents": batch.structure.document_ids_D.numpy(),
-        "records": np.array(batch.featured.record_ids),
-        "masked": np.array(batch.featured.num_masked),
+        "records": np.array(batch.record_ids),
+        "masked": np.array(batch.num_masked),
         "truncated": np.array(batch.num_truncated),
     }
-    for place, pool in enumerate(batch.pools):
-        arrays |= {f"{place} slots": pool.slots, f"{place} lengths": pool.features.lengths}
-        arrays |= {f"{place} {name}": values for name, values in pool.features.per_row.items()}
-        for name, column in pool.features.columns.items():
+    for place, (features, slots) in enumerate(batch.parts):
+        arrays |= {f"{place} slots": slots, f"{place} lengths": features.lengths}
+        arrays |= {f"{place} {name}": values for name, values in features.per_row.items()}
+        for name, column in features.columns.items():
             arrays |= {f"{place} {name} values": column.values, f"{place} {name} offsets": column.offsets}
     return {name: np.ascontiguousarray(array).tobytes() for name, array in arrays.items()}
 
@@ -120,7 +120,7 @@ def test_batches_of_workers_equal_those_of_this_process_bit_for_bit(
             for step in range(first, 9):
                 batch = loader.batch(step)
                 assert numbers_of(batch) == expected[step], step
-                assert all(pool.encode is source.encoder for pool in batch.pools)
+                assert all(pool.encode is source.encoder for pool in pools_of(batch, source.encoder))
     assert torch.equal(torch.get_rng_state(), before), "the generators of this process are not touched"
     assert repr(np.random.get_state()) == numpy_before
 
@@ -169,7 +169,7 @@ class Spy(BatchSource):
 
     __slots__ = ()
 
-    def features(self, step: int) -> Any:
+    def batch(self, step: int) -> Any:
         assert os.getppid() == self.accumulated, "the parent's process id"
         facts = {
             "threads": torch.get_num_threads(),
@@ -219,12 +219,12 @@ class Broken(BatchSource):
 
     __slots__ = ()
 
-    def features(self, step: int) -> Any:
+    def batch(self, step: int) -> Any:
         raise KeyError("a bug of ours")
 
 
 def test_a_bug_in_a_worker_keeps_its_traceback(rows: Path) -> None:
-    with pytest.raises(KeyError, match=r"(?s)DataLoader worker process 0.*in features.*a bug of ours"):  # noqa: SIM117
+    with pytest.raises(KeyError, match=r"(?s)DataLoader worker process 0.*in batch.*a bug of ours"):  # noqa: SIM117
         with loader_of(source_of(rows, kind=Broken), 1) as loader:
             loader.batch(0)
 
@@ -300,10 +300,10 @@ class Slow(BatchSource):
 
     __slots__ = ()
 
-    def features(self, step: int) -> Any:
+    def batch(self, step: int) -> Any:
         if step:
             time.sleep(600)
-        return BatchSource.features(self, step)
+        return BatchSource.batch(self, step)
 
 
 def test_a_worker_that_is_at_something_long_is_not_waited_for(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def test_arrays_come_in_one_block_that_is_pinned_and_no_chunk_of_pictures_is_cop
     source = source_of(rows)
     for free in (0, 1 << 40):
         monkeypatch.setattr(room, "_free_shared_memory", lambda free=free: free)
-        parcel = room._Parcel.of(source.features(0), 1)
+        parcel = room._Parcel.of(source.batch(0), 1)
         assert isinstance(parcel.block, torch.Tensor) == (free > 0)
         assert b"noise" not in parcel.rest
         assert b".png" not in parcel.rest
@@ -346,9 +346,9 @@ def test_arrays_come_in_one_block_that_is_pinned_and_no_chunk_of_pictures_is_cop
         assert arrays
         assert all(np.shares_memory(array, block) and array.flags.writeable for array in arrays)
         parcel = parcel.pin_memory()
-        assert numbers_of(source.prepared(parcel.unpacked())) == numbers_of(source.batch(0))
+        assert numbers_of(parcel.unpacked()) == numbers_of(source.batch(0))
     assert len(pinned) == 2, "one block each"
-    pool = next(pool for pool in source.prepared(parcel.unpacked()).pools if pool.features.per_row)
+    pool = next(pool for pool in pools_of(parcel.unpacked(), source.encoder) if pool.features.per_row)
     pixels = pool.features.per_row["pixels"]
     assert len(pixels) >= 4
 

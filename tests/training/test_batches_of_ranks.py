@@ -32,7 +32,7 @@ def source(tmp_path: Path) -> BatchSource:
 
 
 def of_ranks(source: BatchSource, world_size: int, step: int) -> list[FeaturedBatch]:
-    return [replace(source, rank=rank, world_size=world_size).features(step) for rank in range(world_size)]
+    return [replace(source, rank=rank, world_size=world_size).batch(step) for rank in range(world_size)]
 
 
 def num_rows(featured: FeaturedBatch) -> int:
@@ -54,7 +54,7 @@ def pictures(featured: FeaturedBatch) -> dict[int, np.ndarray]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_ranks_make_each_row_of_the_same_batch_once(source: BatchSource, world_size: int) -> None:
-    alone, shared = source.features(0), of_ranks(source, world_size, 0)
+    alone, shared = source.batch(0), of_ranks(source, world_size, 0)
     assert sorted(slot for each in shared for slot in real_slots(each)) == list(range(num_rows(alone)))
     for rank, each in enumerate(shared):
         assert each.record_ids == alone.record_ids
@@ -74,7 +74,7 @@ def test_each_rank_reads_its_own_rows_alone(source: BatchSource, monkeypatch: py
 
     monkeypatch.setattr(type(source.encoder), "featurize", counted)
     for rank in range(4):
-        featured = replace(source, rank=rank, world_size=4).features(0)
+        featured = replace(source, rank=rank, world_size=4).batch(0)
     assert sum(counts) == num_rows(featured) >= 8
     assert max(counts) - min(counts) <= 1
 
@@ -90,7 +90,7 @@ def test_a_rank_without_a_row_of_a_modality_gets_a_spare_one_so_that_all_call_ev
     num_cut = 0
     for each in shared:
         cut = tuple((replace(features, num_truncated=len(slots)), slots) for features, slots in each.parts)
-        num_cut += source.prepared(replace(each, parts=cut)).num_truncated
+        num_cut += replace(each, parts=cut).num_truncated
     assert num_cut == num_rows(shared[0]), "a spare row is not counted a second time"
 
 

@@ -58,7 +58,7 @@ def test_texts_of_each_source_have_its_prompts(keys: dict[str, Any]) -> None:
     wanted = {"a": {"query": "first: ", "document": ""}, "b": {"query": "q ", "document": "second: "}}
     for world_size in (1, 2):
         for rank in range(world_size):
-            made = BatchSource(**{**_fields(source), "rank": rank, "world_size": world_size}).features(0)
+            made = BatchSource(**{**_fields(source), "rank": rank, "world_size": world_size}).batch(0)
             records = [data.records[row] for row in made.record_ids]
             items = [("query", each.query) for each in records] + [("document", each.positives[0]) for each in records]
             [(features, slots)] = made.parts

@@ -28,7 +28,7 @@ from vembed.data.images import ImageError
 from vembed.data.judged import RetrievalData
 from vembed.distributed.ranks import Ranks
 from vembed.errors import DataError, PreemptedError
-from vembed.evaluation.evaluate import Directions, EvaluationOptions, encode_directions, search_directions
+from vembed.evaluation.evaluate import EvaluationOptions, encode_directions, search_task
 from vembed.gradcache.chunks import ChunkBudget
 from vembed.models.from_scratch import TinyClip, TinyClipConfig
 from vembed.models.keys import ModelKeys
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Features, Item, Side
+    from vembed.evaluation.results import EvaluationResult
     from vembed.models.encoder import Encoder
 
 
@@ -503,23 +504,22 @@ def test_no_rank_but_the_first_holds_more_vectors_than_those_of_a_slice(two_rank
     assert other_peak < 8 * slice_bytes
 
 
-def both_directions(rank: int) -> tuple[Directions, int]:
+def both_directions(rank: int) -> tuple[list[EvaluationResult], int]:
     """Evaluate a set and its reverse; return what every rank is told, and the bytes of the vectors that it has."""
     encode = wide_encoder(Ranks.of_this_process())
     tasks = encode_directions(encode, TASK, OPTIONS, both=True)
     arrays = [vectors for task in tasks for vectors in (task.documents, task.queries)]
     held_bytes = sum(0 if 0 in each.strides else each.nbytes for each in arrays)  # type: ignore[union-attr]
-    return encode.ranks.from_first(lambda: search_directions(tasks, OPTIONS)), held_bytes
+    return encode.ranks.from_first(lambda: [search_task(task, OPTIONS) for task in tasks]), held_bytes
 
 
 def test_both_directions_come_out_as_on_one_rank_and_only_the_first_has_vectors(two_ranks: RankPool) -> None:
     (first, held_bytes), (other, none) = two_ranks.run(both_directions)
-    alone = search_directions(encode_directions(wide_encoder(), TASK, OPTIONS, both=True), OPTIONS)
+    alone = [search_task(task, OPTIONS) for task in encode_directions(wide_encoder(), TASK, OPTIONS, both=True)]
+    assert len(alone) == 2
     assert first == other
     assert held_bytes > 0 == none
-    for mine, theirs in ((first.forward, alone.forward), (first.reverse, alone.reverse)):
-        assert mine is not None
-        assert theirs is not None
+    for mine, theirs in zip(first, alone, strict=True):
         assert replace(mine, seconds=0.0) == replace(theirs, seconds=0.0)
         assert mine.metrics["ndcg@10"] > 0
 

@@ -29,7 +29,7 @@ from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters import freeze
 from vembed.models.from_scratch import TinyClip, TinyClipConfig
 from vembed.plan.problem import Way
-from vembed.training.batches import BatchSource
+from vembed.training.batches import BatchSource, pools_of
 from vembed.training.run import run_from_config
 from vembed.vectors import frozen
 from vembed.vectors.encode import ItemEncoder
@@ -137,7 +137,7 @@ def train(
     losses = []
     for step in range(first, last):
         batch = source.batch(step)
-        losses.append(engine.step(batch.pools, batch.structure, assignment=batch.assignment).loss)
+        losses.append(engine.step(pools_of(batch, encoder), batch.structure, assignment=batch.assignment).loss)
         with torch.no_grad():
             for parameter in trainable:
                 if parameter.grad is not None:

@@ -27,7 +27,7 @@ from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.tables import NgramBag, NgramBagConfig
 from vembed.plan.devices import Devices
-from vembed.training.batches import BatchSource
+from vembed.training.batches import BatchSource, pools_of
 from vembed.vectors import store as vector_store
 from vembed.vectors import teacher as teaching
 from vembed.vectors.encode import ItemEncoder
@@ -248,7 +248,7 @@ def trajectory(folder: Path, answers: Answers, ranks: Ranks, *, first: int = 0, 
     losses = []
     for step in range(last):
         batch = source.batch(step)
-        losses.append(engine.step(batch.pools, batch.structure, assignment=batch.assignment).loss)
+        losses.append(engine.step(pools_of(batch, student), batch.structure, assignment=batch.assignment).loss)
         with torch.no_grad():
             for parameter in parameters:
                 parameter -= 0.5 * parameter.grad

@@ -83,8 +83,10 @@ def _check(given: Mapping[str, Any], command: str) -> int:
     against = [_source(options, path, "test", options.against_split) for path in dict.fromkeys(options.against)]
     for source in (rows, *against):  # before a model is loaded, which takes seconds
         source.refuse_missing()
+    from vembed.pages.html import render_html
+    from vembed.pages.write import write_files
     from vembed.workflows.data_check.check import check_data
-    from vembed.workflows.data_check.report import check_page, terminal_lines, write_html, write_json
+    from vembed.workflows.data_check.report import check_json, check_page, terminal_lines
 
     encode = _encoder(options, options.batch_size)
     # Rows and vectors that don't fit memory go there.
@@ -93,9 +95,10 @@ def _check(given: Mapping[str, Any], command: str) -> int:
         for line in terminal_lines(checked):
             print(visible(redact(line)))
         page = check_page(checked, command)
-        for path, write in ((options.as_json, write_json), (options.html, write_html)):
+        for path, render in ((options.as_json, check_json), (options.html, render_html)):
             if path is not None:
-                write(home_path(path), page)
+                file = home_path(path)
+                write_files(file.parent, {file.name: render(page)}, what="the check")
                 print(f"written to {redact(str(path))}")
         return checked.exit_code(strict=options.strict)
 

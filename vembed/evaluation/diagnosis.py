@@ -7,6 +7,7 @@ all times: it also warms everything up.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vembed.evaluation.judge import Verdict
+    from vembed.evaluation.report.speed import TimeSplit
     from vembed.plan.devices import Machine
     from vembed.plan.plan import Plan
 
@@ -146,16 +148,28 @@ def setup_of(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Numbers:
-    """The rows of a run, looked at in two ways."""
+    """The rows of a run with its set-up and its verdict."""
 
     setup: Setup
     rows: Sequence[Mapping[str, float]]  # all rows of metrics.jsonl
-    settled: Sequence[Mapping[str, float]]  # those whose times count
-    shares: Mapping[str, float]  # key of a part -> its share of the step
-    step_seconds: float
-    verdict: Verdict | None  # of the kept model against the untrained one
+    verdict: Verdict | None = None  # of the kept model against the untrained one
+
+    @cached_property
+    def settled(self) -> Sequence[Mapping[str, float]]:
+        """The rows whose times count."""
+        return settled_rows(self.rows)
+
+    @cached_property
+    def split(self) -> TimeSplit | None:
+        """The time of a step by part; None where no row has times."""
+        return split_time(self.rows)
+
+    def share(self, key: str) -> float:
+        """Return the share of a part in the step; 0 where it took no time."""
+        parts = () if self.split is None else self.split.parts
+        return next((part.share for part in parts if part.key == key), 0.0)
 
     def ends(self, key: str) -> tuple[float, float] | None:
         """Return the means of a key over the first and over the last steps, or None where there are too few."""
@@ -193,10 +207,7 @@ def diagnose(rows: Sequence[Mapping[str, float]], setup: Setup, verdict: Verdict
     Args:
         verdict: Of the kept model against the untrained one, on the test set or else the dev set.
     """
-    split = split_time(rows)
-    shares = {} if split is None else {part.key: part.share for part in split.parts}
-    seconds = 0.0 if split is None else split.step_seconds
-    numbers = Numbers(setup, rows, settled_rows(rows), shares, seconds, verdict)
+    numbers = Numbers(setup, rows, verdict)
     return tuple(finding for rule in RULES if (finding := rule(numbers)) is not None)
 
 
@@ -354,26 +365,27 @@ def _ladder(setup: Setup) -> str:
 
 
 def _data(numbers: Numbers) -> Finding | None:
-    share, setup = numbers.shares.get("data_seconds", 0.0), numbers.setup
+    share, setup = numbers.share("data_seconds"), numbers.setup
+    if not numbers.are_timed or numbers.split is None or share <= DATA_SHARE:
+        return None
     # A share of a step of milliseconds is no reason to start processes.
-    waited = share * numbers.step_seconds * len(numbers.settled)
-    if not numbers.are_timed or share <= DATA_SHARE or waited < LEAST_WAIT_SECONDS:
+    step_seconds = numbers.split.step_seconds
+    if share * step_seconds * len(numbers.settled) < LEAST_WAIT_SECONDS:
         return None
     if setup.num_workers < setup.num_cores:
         advice = f"Raise num_workers, now {setup.num_workers}, towards the {plural(setup.num_cores, 'core')} there are."
     else:
         advice = "All cores make batches already: store smaller pictures or shorter texts, or use a faster disk."
-    seconds = seconds_text(share * numbers.step_seconds)
+    seconds = f"{seconds_text(share * step_seconds)} of {seconds_text(step_seconds)}"
     return Finding(
         "waiting for data",
-        f"{percent_text(share)} of a step ({seconds} of {seconds_text(numbers.step_seconds)}) was spent waiting for "
-        f"its batch.",
+        f"{percent_text(share)} of a step ({seconds}) was spent waiting for its batch.",
         advice,
     )
 
 
 def _communication(numbers: Numbers) -> Finding | None:
-    share = numbers.shares.get("reduce_seconds", 0.0)
+    share = numbers.share("reduce_seconds")
     if not numbers.are_timed or share <= COMMUNICATION_SHARE:
         return None
     return Finding(
@@ -385,7 +397,7 @@ def _communication(numbers: Numbers) -> Finding | None:
 
 
 def _uneven(numbers: Numbers) -> Finding | None:
-    share, tokens = numbers.shares.get("wait_seconds", 0.0), numbers.mean("token_imbalance") or 1.0
+    share, tokens = numbers.share("wait_seconds"), numbers.mean("token_imbalance") or 1.0
     if not numbers.are_timed or share <= WAIT_SHARE:
         return None
     slowest = [int(row["slowest_rank"]) for row in numbers.settled if "slowest_rank" in row]
@@ -421,9 +433,9 @@ def _utilisation(numbers: Numbers) -> Finding | None:
     if busy is None or busy >= LEAST_UTILISATION:
         return None
     # One cause at a time: larger chunks don't help a GPU that waits for something else.
-    if numbers.shares.get("data_seconds", 0.0) > DATA_SHARE:
+    if numbers.share("data_seconds") > DATA_SHARE:
         advice = "It waits for data first of all: see there."
-    elif numbers.shares.get("wait_seconds", 0.0) + numbers.shares.get("reduce_seconds", 0.0) > COMMUNICATION_SHARE:
+    elif numbers.share("wait_seconds") + numbers.share("reduce_seconds") > COMMUNICATION_SHARE:
         advice = "It waits for the other processes first of all: see there."
     else:
         advice = (
@@ -509,17 +521,16 @@ def performance(rows: Sequence[Mapping[str, float]], setup: Setup, **facts: obje
     Args:
         facts: What comes first, e.g. the model, the strategy and the batch.
     """
-    split, settled = split_time(rows), settled_rows(rows)
-    numbers = Numbers(setup, rows, settled, {}, 0.0, None)
+    numbers = Numbers(setup, rows)
     row: dict[str, object | None] = {
         **facts,
         "processes": setup.world_size,
         "dtype": setup.dtype,
         "device_memory_bytes": setup.memory_bytes,
         "peak_memory_bytes": _peak(numbers),
-        "step_seconds": None if split is None else split.step_seconds,
-        "samples_per_second": rate(settled, "samples_per_second"),
-        "tokens_per_second": rate(settled, "tokens_per_second"),
+        "step_seconds": None if numbers.split is None else numbers.split.step_seconds,
+        "samples_per_second": rate(numbers.settled, "samples_per_second"),
+        "tokens_per_second": rate(numbers.settled, "tokens_per_second"),
         "scaling_efficiency": numbers.mean("scaling_efficiency"),
         "device_utilisation": numbers.mean("device_utilisation"),
     }

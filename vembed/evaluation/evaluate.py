@@ -30,7 +30,6 @@ import numpy as np
 
 from vembed.batch import Ragged, content_id
 from vembed.errors import ConfigError, DataError
-from vembed.evaluation.judge import recall_sum
 from vembed.evaluation.metrics import (
     DEFAULT_DEPTH,
     DEFAULT_KS,
@@ -44,7 +43,7 @@ from vembed.evaluation.metrics import (
 )
 from vembed.evaluation.results import EvaluationResult, approximate_note
 from vembed.vectors.encode import rows_of, values_of
-from vembed.vectors.index import check_finite, search, search_maxsim
+from vembed.vectors.index import check_finite, pair_scores, search, search_maxsim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -53,8 +52,6 @@ if TYPE_CHECKING:
 
     from vembed.batch import Features, Item, Side
     from vembed.data.judged import RetrievalData
-    from vembed.evaluation.judge import Estimate
-    from vembed.evaluation.report.vectors import Geometry
     from vembed.models.encoder import Encoder
     from vembed.vectors.encode import ItemEncoder, Vectors
 
@@ -70,9 +67,6 @@ SAMPLE_ITEMS = 16
 
 COUNTED_ITEMS = 1024
 """Items that are tokenized at a time to count those that are cut."""
-
-PAIRS_AT_ONCE = 8192
-"""Pairs whose vectors are copied side by side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +93,6 @@ class EncodedTask:
     queries: Vectors
     seconds: float  # of encoding
     asking: NDArray[np.int64] | None = None  # rows of `queries` that are the builder's; None: all of them
-
-
-@dataclass(frozen=True, slots=True)
-class Directions:
-    """One system on one set."""
-
-    forward: EvaluationResult  # its queries search its documents
-    reverse: EvaluationResult | None = None  # its documents search its queries; None where that isn't measured
-    geometry: Geometry | None = None  # where its vectors lie; None where nobody looked
 
 
 def evaluate(encode: Encode, task: RetrievalData, options: EvaluationOptions) -> EvaluationResult:
@@ -187,16 +172,6 @@ def encode_directions(
     return forward, EncodedTask(turned, builder, searched, asking, time.perf_counter() - started, rows)
 
 
-def search_directions(tasks: Sequence[EncodedTask], options: EvaluationOptions) -> Directions:
-    """Search and score what `encode_directions` returned.
-
-    Raises:
-        NonFiniteError: An embedding holds NaN or infinity.
-    """
-    forward, *reverse = [search_task(task, options) for task in tasks]
-    return Directions(forward, reverse[0] if reverse else None)
-
-
 def search_task(encoded_task: EncodedTask, options: EvaluationOptions) -> EvaluationResult:
     """Search and score an encoded task; of graded pairs, compare their order by similarity with that by grade.
 
@@ -211,12 +186,12 @@ def search_task(encoded_task: EncodedTask, options: EvaluationOptions) -> Evalua
     queries = encoded_task.queries
     if encoded_task.asking is not None:
         queries = rows_of(queries, encoded_task.asking)
-    document_ids = list(encoded_task.task.documents)
+    tie_ranks_D = tie_ranks(list(encoded_task.task.documents))
     scores_Qk, rows_Qk = _search_vectors(
-        encoded_task.documents, queries, options, k=builder.hits_wanted, tie_ranks_D=tie_ranks(document_ids)
+        encoded_task.documents, queries, options, k=builder.hits_wanted, tie_ranks_D=tie_ranks_D
     )
     seconds = encoded_task.seconds + time.perf_counter() - started
-    add_hits(builder, document_ids, scores_Qk, rows_Qk)
+    builder.add_search(scores_Qk, rows_Qk)
     notes = [] if options.index_factory == EXACT else [approximate_note(options.index_factory)]
     return builder.result(options.system, seconds=seconds, notes=notes)
 
@@ -242,20 +217,6 @@ def _search_vectors(
     return search(documents, queries, k=k, factory=factory, tie_ranks_D=tie_ranks_D, poll=poll)
 
 
-def add_hits(
-    builder: RunBuilder, document_ids: Sequence[str], scores_Qk: NDArray[np.float32], rows_Qk: NDArray[np.int64]
-) -> None:
-    """Give a builder the hits of a search.
-
-    Args:
-        rows_Qk: Rows of the hits; -1 is an approximate index's way of saying that it found fewer.
-    """
-    for query_id, scores_k, rows_k in zip(builder.query_ids, scores_Qk, rows_Qk, strict=True):
-        is_hit_k = rows_k >= 0
-        hits = zip(rows_k[is_hit_k].tolist(), scores_k[is_hit_k].tolist(), strict=True)
-        builder.add(query_id, ((document_ids[row], score) for row, score in hits))
-
-
 def _score_graded_pairs(encoded_task: EncodedTask, system: str) -> EvaluationResult:
     """Measure graded pairs; the run of the result has the documents of each query's pairs, by similarity."""
     task, query_ids, document_ids = encoded_task.task, encoded_task.builder.query_ids, list(encoded_task.task.documents)
@@ -270,7 +231,7 @@ def _score_graded_pairs(encoded_task: EncodedTask, system: str) -> EvaluationRes
     ]
     query_P, document_P = (np.array([pair[side] for pair in pairs], dtype=np.int64) for side in (0, 1))
     grade_P = np.array([grade for _, _, grade in pairs], dtype=np.float64)
-    similarity_P = pair_similarities(encoded_task.queries, encoded_task.documents, query_P, document_P)
+    similarity_P = pair_scores(encoded_task.queries, encoded_task.documents, query_P, document_P)
     similarities, grades = RankedValues(similarity_P), RankedValues(grade_P)
     metrics, per_query = {}, {}
     for name, (value, influence) in PAIR_MEASURES[task.kind].items():
@@ -293,31 +254,6 @@ def _score_graded_pairs(encoded_task: EncodedTask, system: str) -> EvaluationRes
         notes=task.notes,
         seconds=encoded_task.seconds,
     )
-
-
-def pair_similarities(
-    queries: Vectors, documents: Vectors, query_P: NDArray[np.int64], document_P: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    """Return the similarity of each pair by the rows of both (P,): inner product or MaxSim."""
-    if isinstance(queries, Ragged) and isinstance(documents, Ragged):
-        q, d = (np.split(side.values, side.offsets[1:-1]) for side in (queries, documents))
-        rows = zip(query_P.tolist(), document_P.tolist(), strict=True)
-        return np.array([(q[one] @ d[other].T).max(axis=1).sum() for one, other in rows], dtype=np.float32)
-    q_QE, d_DE = values_of(queries), values_of(documents)
-    similarity_P = np.empty(len(query_P), dtype=np.float32)
-    # Taking rows by index copies them: a block of pairs holds 2 x 8,192 x E x 4 bytes, 50 MB at E = 768.
-    for start in range(0, len(similarity_P), PAIRS_AT_ONCE):
-        part = slice(start, start + PAIRS_AT_ONCE)
-        np.einsum("pe,pe->p", q_QE[query_P[part]], d_DE[document_P[part]], out=similarity_P[part])
-    return similarity_P
-
-
-def recall_sums_before_and_after(baseline: Directions, final: Directions) -> tuple[Estimate, Estimate] | None:
-    """Return `recall_sum` before and after training, or None where one of them lacks a cut-off or a direction."""
-    if baseline.reverse is None or final.reverse is None:
-        return None
-    before, after = recall_sum(baseline.forward, baseline.reverse), recall_sum(final.forward, final.reverse)
-    return (before, after) if before and after else None
 
 
 def asking_rows(task: RetrievalData, turned: RetrievalData) -> NDArray[np.int64]:
@@ -420,6 +356,18 @@ class RunBuilder:
         if candidates is not None:
             ranked = tuple(hit for hit in ranked if hit[0] in candidates)
         self._run[query_id] = ranked[: self._depth]
+
+    def add_search(self, scores_Qk: NDArray[np.float32], rows_Qk: NDArray[np.int64]) -> None:
+        """Keep the best hits of all queries.
+
+        Args:
+            rows_Qk: Rows of the documents; -1 is an approximate index's way of saying that it found fewer.
+        """
+        document_ids = list(self._task.documents)
+        for query_id, scores_k, rows_k in zip(self.query_ids, scores_Qk, rows_Qk, strict=True):
+            is_hit_k = rows_k >= 0
+            hits = zip(rows_k[is_hit_k].tolist(), scores_k[is_hit_k].tolist(), strict=True)
+            self.add(query_id, ((document_ids[row], score) for row, score in hits))
 
     def result(self, system: str, *, seconds: float, notes: Sequence[str] = ()) -> EvaluationResult:
         """Score what was added.

@@ -25,14 +25,13 @@ import numpy as np
 
 from vembed.data.python_rows import refuse_other_modalities
 from vembed.errors import DataError
-from vembed.evaluation.evaluate import pair_similarities
 from vembed.evaluation.judge import CONFIDENCE, FLOAT_NOISE_DECIMALS, Comparison, Estimate, judged
 from vembed.evaluation.metrics import PAIR_MEASURES, RankedValues
 from vembed.pages.page import SYMBOLS, Cell, Note, NoteList, Page, Section, Table, command_blocks, pairs_table
 from vembed.pages.text import count_text, metric_text, number_text, signed_text
 from vembed.text import plural
 from vembed.vectors.encode import values_of
-from vembed.vectors.index import check_finite
+from vembed.vectors.index import check_finite, pair_scores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -93,7 +92,7 @@ class GradedPairs:
         queries, documents = encode(self.queries, "query"), encode(self.documents, "document")
         for side, vectors in (("query", queries), ("document", documents)):
             check_finite(values_of(vectors), side)
-        return pair_similarities(queries, documents, self.query_P, self.document_P)
+        return pair_scores(queries, documents, self.query_P, self.document_P)
 
 
 @dataclass(frozen=True, eq=False)

@@ -290,10 +290,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def mean_interval(
-    results: Sequence[EvaluationResult], metric: str, *, confidence: float = CONFIDENCE
-) -> tuple[float, float]:
-    """Return the interval of one system's mean over sets, each set counting the same; of one set, that of its mean.
+def mean_interval(results: Sequence[EvaluationResult], metric: str) -> tuple[float, float]:
+    """Return the 95% interval of one system's mean over sets, each set counting the same; of one set, that of its mean.
 
     It speaks of other queries of these sets, not of other sets. Intervals of two systems may overlap although one is
     surely better: `compare` them instead.
@@ -304,7 +302,7 @@ def mean_interval(
     if not results:
         raise ValueError("there is no result to take the mean of.")
     parts = [query_values(result, metric)[1] / len(results) for result in results]
-    return _cut(_interval(parts, confidence), parts, 1 / len(results))
+    return _cut(_interval(parts, CONFIDENCE), parts, 1 / len(results))
 
 
 def sum_interval(results: Sequence[EvaluationResult], metrics: Sequence[str]) -> tuple[float, float]:
@@ -561,8 +559,8 @@ def seeds_verdict(runs: Sequence[Sequence[BeforeAndAfter]], metric: str) -> Seed
     return SeedsVerdict(replace(decision, sentence=sentence), baselines, finals)
 
 
-def seeds_interval(parts: Sequence[NDArray[np.float64]], *, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Return the interval of the mean of differences over other seeds and other queries.
+def seeds_interval(parts: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
+    """Return the 95% interval of the mean of differences over other seeds and other queries.
 
     The mean of a table of S seeds x Q queries varies with the seeds (sigma_s), with the queries (sigma_q) and with both
     together (sigma_e):
@@ -603,4 +601,4 @@ def seeds_interval(parts: Sequence[NDArray[np.float64]], *, confidence: float = 
         terms += [(of_seeds, num_seeds - 1.0), (-rest, rest_freedom)]
     total = sum(variance for variance, _ in terms)
     freedom_of_total = total**2 / sum(variance**2 / free for variance, free in terms if free) if total > 0.0 else 0.0
-    return _t_interval(float(means_S.mean()), max(total, 0.0) ** 0.5, freedom_of_total, confidence)
+    return _t_interval(float(means_S.mean()), max(total, 0.0) ** 0.5, freedom_of_total, CONFIDENCE)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.judge import CONFIDENCE, LEVEL, RSUM_METRICS, holm, mean_interval, paired_p_value, recall_sum
+from vembed.evaluation.judge import LEVEL, RSUM_METRICS, holm, mean_interval, paired_p_value, recall_sum
 from vembed.evaluation.results import approximate_note
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def build_board(
     # The interval is of the value alone; what decides is the paired test, in which the queries' difficulty cancels.
     def standing(entry: Entry) -> Standing:
         result, best_here = entry.result, best[entry.task]
-        low, high = mean_interval([result], metric, confidence=CONFIDENCE)
+        low, high = mean_interval([result], metric)
         p_value, p_value_corrected = tests_by_key.get((entry.system, entry.task), (None, None))
         return Standing(
             task=entry.task,
@@ -200,7 +200,7 @@ def build_board(
     rows = []
     for system in dict.fromkeys(entry.system for entry in entries):
         of_system = [by_key[system, task] for task in tasks if (system, task) in by_key]
-        low, high = mean_interval([entry.result for entry in of_system], metric, confidence=CONFIDENCE)
+        low, high = mean_interval([entry.result for entry in of_system], metric)
         mean = fmean(map(value, of_system))
         cells = tuple(map(standing, of_system))
         rows.append(SystemRow(system, mean, low, high, cells, is_whole=len(of_system) == len(tasks)))

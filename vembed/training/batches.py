@@ -2,9 +2,9 @@
 
 1. `open_batches` computes what batches carry beside their rows (embeddings of frozen towers, a teacher's answers) and
    decides who makes them: this process, or workers that run ahead (loading.py).
-2. `BatchSource.features` does all that costs time, on the CPU: it assigns the rows to the ranks, decodes and
-   tokenizes. It is a function of (seed, epoch, step) and the rank, so it may run ahead in another process.
-3. `BatchSource.prepared` does the rest in this process, as it needs the encoder: features become the engine's pools.
+2. `BatchSource.batch` does all that costs time, on the CPU: it assigns the rows to the ranks, decodes and tokenizes. It
+   is a function of (seed, epoch, step) and the rank, so it may run ahead in another process.
+3. `pools_of` does the rest in this process, as it needs the encoder: features become the engine's pools.
 
 Every rank knows the whole batch and tokenizes only its own rows. A rank without rows of a modality that the batch holds
 encodes a spare one (slot -1), whose embedding is dropped: then all ranks call all towers, which sharded weights need.
@@ -64,7 +64,7 @@ PICTURE_CHARACTERS = 1024
 class Batches(Protocol):
     """Source of the batches that the loop trains on."""
 
-    def batch(self, number: int) -> PreparedBatch:
+    def batch(self, number: int) -> FeaturedBatch:
         """Return a batch by its number, counted from 0 over all epochs; an optimizer step takes one or several.
 
         Raises:
@@ -74,7 +74,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FeaturedBatch:
-    """A batch as features, without encoder and device: the form in which it comes from a worker."""
+    """A batch as features, without encoder and device, so that a worker can make it."""
 
     record_ids: tuple[int, ...]  # rows of the training records, of all ranks
     structure: BatchStructure  # on the CPU: losses that stream list cells there, and read nothing back
@@ -83,43 +83,20 @@ class FeaturedBatch:
     parts: tuple[tuple[Features, NDArray[np.int64]], ...]  # this rank's rows of each modality, and their slots
     step_share: float  # of the rows of the optimizer step
 
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A batch as the engine takes it."""
-
-    featured: FeaturedBatch
-    pools: tuple[Pool, ...]  # of this rank, one per modality
-
-    @property
-    def structure(self) -> BatchStructure:
-        """Positives and identities of the whole batch, for the loss."""
-        return self.featured.structure
-
-    @property
-    def assignment(self) -> RowAssignment:
-        """Slots of the batch by the rank that holds them."""
-        return self.featured.assignment
-
-    @property
-    def record_ids(self) -> tuple[int, ...]:
-        """Rows of the training records, of all ranks."""
-        return self.featured.record_ids
-
-    @property
-    def num_masked(self) -> int | None:
-        """Pairs masked as copies; None where the loss masks none."""
-        return self.featured.num_masked
-
-    @property
-    def step_share(self) -> float:
-        """The batch's share of the rows of its optimizer step."""
-        return self.featured.step_share
-
     @property
     def num_truncated(self) -> int:
         """Texts of this rank that were cut; a spare row is counted by the rank that owns it."""
-        return sum(pool.features.num_truncated for pool in self.pools if (pool.slots >= 0).all())
+        return sum(features.num_truncated for features, slots in self.parts if (slots >= 0).all())
+
+
+def pools_of(batch: FeaturedBatch, encoder: Encoder) -> tuple[Pool, ...]:
+    """Return this rank's rows as the engine cuts them into calls of the encoder, a pool for each modality."""
+    return tuple(
+        stored_pool(features, slots)
+        if is_stored(features)
+        else Pool(encoder, encoder.collate, features, slots, encoder.num_vectors(features), encoder.packs)
+        for features, slots in batch.parts
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +117,7 @@ class BatchSource:
     tells_source: bool = False  # whether each batch comes from one of several sources
     accumulated: int = 1  # most batches of an optimizer step
 
-    def batch(self, number: int) -> PreparedBatch:
-        """Return a batch by its number, counted from 0 over all epochs; an optimizer step takes one or several.
-
-        Raises:
-            DataError: A picture can't be read any more.
-        """
-        return self.prepared(self.features(number))
-
-    def features(self, number: int) -> FeaturedBatch:
+    def batch(self, number: int) -> FeaturedBatch:
         """Assign the rows of a batch to the ranks, and decode and tokenize those of this rank.
 
         Raises:
@@ -193,17 +162,6 @@ class BatchSource:
             tuple(parts),
             self.sampler.share(number, self.accumulated),
         )
-
-    def prepared(self, featured: FeaturedBatch) -> PreparedBatch:
-        """Turn features into pools: rows that the engine cuts into calls of the encoder."""
-        encoder = self.encoder
-        pools = tuple(
-            stored_pool(features, slots)
-            if is_stored(features)
-            else Pool(encoder, encoder.collate, features, slots, encoder.num_vectors(features), encoder.packs)
-            for features, slots in featured.parts
-        )
-        return PreparedBatch(featured, pools)
 
     def _features(self, batch: ContrastiveBatch, slots: NDArray[np.int64], sources_N: NDArray[np.int64]) -> Features:
         """Return the features of items of one modality in the order of their slots, which ascend."""
@@ -251,25 +209,22 @@ def open_batches(run: Run) -> AbstractContextManager[Batches]:
     source = replace(batch_source(run, ask(run, run.teacher)), stored=stored)
     run.words.doing = "training"
 
-    works: list[tuple[Refresh, Path]] = []
+    works: list[Refresh] = []
     if config.mine != "never":
-        works.append((MiningRefresh(config, data, encode, output.mining), output.mining))
+        works.append(MiningRefresh(config, data, encode, output.mining))
     if run.hard is not None and config.hard_refresh != "once":
-        folder, size = output.hard_vectors, plan.batch.total
-        work = HardBatchRefresh(config, data.records, data.fingerprint, encode, plan.dtype, folder, size)
-        works.append((work, folder))
+        works.append(HardBatchRefresh(config, data, encode, output.hard_vectors, plan.dtype, plan.batch.total))
     num_batches = run.step_batches(plan.steps.total - 1).stop
 
     def open_level(source: BatchSource, end: int, level: int = 0) -> AbstractContextManager[Batches]:
         end = min(end, num_batches)
         # Mining is the outer level, as it changes the records; hard batches only change which of them meet.
         if level < len(works):
-            work, folder = works[level]
 
             def open_inner(changed: BatchSource, inner_end: int) -> AbstractContextManager[Batches]:
                 return open_level(changed, min(end, inner_end), level + 1)
 
-            return RefreshedBatches(work, source, open_inner, folder, run.ranks)
+            return RefreshedBatches(works[level], source, open_inner, run.ranks)
         if source.records is not data.records:  # mined negatives: the teacher may not have been asked about them
             teacher = teacher_of(run, source.records)
             source = replace(source, answers=ask(run, teacher))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vembed.data.run_data import further_role
 from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError, NonFiniteError
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
-from vembed.evaluation.evaluate import Directions, EvaluationOptions, encode_directions, search_directions
+from vembed.evaluation.evaluate import EvaluationOptions, encode_directions, search_task
 from vembed.evaluation.judge import SetOutcome
 from vembed.evaluation.report.vectors import build_geometry
 from vembed.evaluation.results import read_evaluation, write_evaluation
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vembed.data.overlap import Overlap
     from vembed.evaluation.judge import SetRole
     from vembed.evaluation.keys import Bm25Language
+    from vembed.evaluation.report.vectors import Geometry
     from vembed.evaluation.results import EvaluationResult
     from vembed.vectors.encode import ItemEncoder
 
@@ -36,6 +37,15 @@ FINAL = "final"
 
 REVERSED_SUFFIX = "-reversed"
 """Suffix of the folder of a result whose queries are the set's documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directions:
+    """One system on one set."""
+
+    forward: EvaluationResult  # its queries search its documents
+    reverse: EvaluationResult | None = None  # its documents search its queries; None where that isn't measured
+    geometry: Geometry | None = None  # where its vectors lie; None where nobody looked
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +207,14 @@ class Evaluations:
         tasks = encode_directions(self.encode, task, options, both=reversed_name is not None)
 
         def search() -> Directions:
-            results = search_directions(tasks, options)
-            if name == FINAL:  # the vectors are dropped with this block; the report's maps are drawn from them
-                results = replace(results, geometry=build_geometry(tasks[0]))
-            for folder, result in ((name, results.forward), (reversed_name, results.reverse)):
-                if folder is not None and result is not None:
+            results = [search_task(task, options) for task in tasks]
+            # The vectors are dropped with this block; the report's maps are drawn from them.
+            geometry = build_geometry(tasks[0]) if name == FINAL else None
+            for folder, result in zip((name, reversed_name), results, strict=False):
+                if folder is not None:
                     write_evaluation(self.folder / folder, result)
                     self._say(folder, result)
-            return results
+            return Directions(results[0], results[1] if len(results) > 1 else None, geometry)
 
         return self.ranks.from_first(search)
 

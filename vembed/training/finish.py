@@ -6,6 +6,7 @@ import errno
 import logging
 import platform
 import traceback
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -13,30 +14,31 @@ from typing import TYPE_CHECKING
 import torch
 
 import vembed
-from vembed.batch import ImageLimits
 from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
 from vembed.evaluation.diagnosis import diagnose, diagnosis_lines, performance, setup_of
-from vembed.evaluation.evaluate import Directions, recall_sums_before_and_after
-from vembed.evaluation.judge import Verdict, caveats, headline, overall, verdict, worse_than_untrained
+from vembed.evaluation.judge import Verdict, caveats, headline, overall, recall_sum, verdict, worse_than_untrained
 from vembed.evaluation.next_steps import next_commands
 from vembed.evaluation.report.inputs import Reverse, RunReport
 from vembed.evaluation.results import deciding_metric
-from vembed.files import new_folder, share_permissions
+from vembed.files import new_folder, replace_text, share_permissions
 from vembed.models.adapters import has_adapters, merge_adapters, narrowed_bytes, save_trained
+from vembed.models.exportable import writable_forms
 from vembed.plan.devices import cpu_cores
 from vembed.redact import redact
 from vembed.text import show_bytes
+from vembed.training.data import image_limits
 from vembed.training.progress import LABEL_COLUMNS
 from vembed.training.refresh import hard_batch_facts, mining_facts
 from vembed.training.saving import gather_encoder, model_bytes
 from vembed.training.trackers import read_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from vembed.evaluation.judge import SetOutcome
+    from vembed.evaluation.report.vectors import Geometry
     from vembed.evaluation.results import EvaluationResult
     from vembed.models.encoder import Encoder
     from vembed.training.run import Run
@@ -132,7 +134,7 @@ def finish_run(run: Run, baseline: EvaluationResult) -> RunResult:
             sets=sets,
             caveats=caveats(sets, num_choices=sum(step > 0 for step, _ in state.evaluations) if on_dev else 0),
         )
-        _publish(run, result, final, kept_step)
+        _publish(run, result, final.geometry, kept_step)
         return result
 
     return ranks.from_first(conclude)
@@ -166,10 +168,9 @@ def _export(run: Run, encoder: Encoder | None, kept_step: int) -> None:
             _log.warning("%s is removed: the model found no room beside it (%s)", removed, error)
 
 
-def _publish(run: Run, result: RunResult, final: Directions, kept_step: int) -> None:
+def _publish(run: Run, result: RunResult, geometry: Geometry | None, kept_step: int) -> None:
     """Write the report and the model's card, and log the last lines, the verdict last of all."""
-    from vembed.evaluation.report.run_report import write_report  # with drawings, and huggingface_hub: not for --plan
-    from vembed.training.card import write_model_card
+    from vembed.evaluation.report.run_report import write_report  # with drawings: not for --plan
 
     rows = read_rows(run.output.path / "metrics.jsonl")
     more_facts = (*mining_facts(run.output.mining), *hard_batch_facts(run.output.hard_vectors))
@@ -183,14 +184,11 @@ def _publish(run: Run, result: RunResult, final: Directions, kept_step: int) -> 
         "processes": str(run.plan.world_size),
         "dtype": run.plan.dtype,
     }
-    try:
+    with _failure_logged("the report"):
         report = _report(run, result, rows, kept_step, data_facts=data_facts, environment=environment)
-        write_report(run.output.path / "report", replace(report, geometry=final.geometry))
-    except (MachineError, OSError) as error:
-        _log.error("the report could not be written; the model is complete: %s", error)
-    except Exception:  # noqa: BLE001 - a report that fails must not make the run look lost: the model is saved
-        _log.error("the report could not be written; the model is complete\n%s", traceback.format_exc())
-    write_model_card(run.output, run.encoder, config=run.keys, data_facts=data_facts, environment=environment)
+        write_report(run.output.path / "report", replace(report, geometry=geometry))
+    with _failure_logged("the model card"):
+        _write_card(run, data_facts, environment)
 
     def line(label: str, text: object) -> None:
         _log.info("%-*s  %s", LABEL_COLUMNS, label, text)
@@ -202,9 +200,12 @@ def _publish(run: Run, result: RunResult, final: Directions, kept_step: int) -> 
     line("time", run.clock.total(rows))
     if result.reverse is not None:
         line("reversed", f"{result.reverse.task.direction}: {result.reverse.verdict.sentence}")
-        before = Directions(result.baseline, result.reverse.baseline)
-        if sums := recall_sums_before_and_after(before, Directions(result.final, result.reverse.final)):
-            line("rsum", f"{sums[0].value:.1f} -> {sums[1].value:.1f} of 600")
+        before, after = (
+            recall_sum(result.baseline, result.reverse.baseline),
+            recall_sum(result.final, result.reverse.final),
+        )
+        if before and after:  # None where one of them lacks a cut-off
+            line("rsum", f"{before.value:.1f} -> {after.value:.1f} of 600")
     for outcome in result.sets if len(result.sets) > 1 else ():
         line(outcome.role, outcome.line)
     if run.evaluations.test is not None and (
@@ -243,7 +244,6 @@ def _report(
     return RunReport(
         title=redact(run.output.path.name),
         verdict=result.sets[0].verdict,
-        overall=result.verdict,
         sets=result.sets,
         caveats=result.caveats,
         task=evaluations.verdict_task,
@@ -262,12 +262,41 @@ def _report(
         data_facts=[*data_facts, *_training_facts(run, rows)],
         data_hashes=run.data.hashes,
         command=run.command,
-        image_limits=ImageLimits(max_pixels=run.config.max_image_pixels),
+        image_limits=image_limits(run.config),
         dev_task=evaluations.dev.name if evaluations.dev is not None and evaluations.test is not None else "",
         dev_metric=_dev_metric(run),
         findings=findings,
         performance=performance(rows, setup, **training_setup),
     )
+
+
+@contextmanager
+def _failure_logged(what: str) -> Iterator[None]:
+    """Log why something can't be written within the block: the run must not look lost, as its model is saved."""
+    try:
+        yield
+    except (MachineError, OSError) as error:
+        _log.error("%s could not be written; the model is complete: %s", what, error)
+    except Exception:  # noqa: BLE001 - whatever it is; the log has the traceback
+        _log.error("%s could not be written; the model is complete\n%s", what, traceback.format_exc())
+
+
+def _write_card(run: Run, data_facts: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> None:
+    """Write the README.md beside the model, as `vembed export` would.
+
+    Args:
+        data_facts: (label, value) of the data; like `environment`, used where the report could not be written.
+    """
+    from vembed.evaluation.card import CARD_FILE, render_card  # with huggingface_hub: not for --plan
+    from vembed.evaluation.card_facts import CardFacts, gather_run, model_facts, read_report, written_with
+
+    output, encoder = run.output, run.encoder
+    facts, versions = read_report(output.path)
+    told = gather_run(output.path, config=run.keys, data_facts=facts or data_facts, environment=versions or environment)
+    model = model_facts(encoder, writable_forms(encoder)[0])
+    card = CardFacts(title=told.name, folder=output.model.name, model=model, run=told, versions=written_with())
+    replace_text(output.model / CARD_FILE, render_card(card))
+    share_permissions(output.model)
 
 
 def _dev_metric(run: Run) -> str:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.training.batches import BatchSource, FeaturedBatch, PreparedBatch
+    from vembed.training.batches import BatchSource, FeaturedBatch
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch puts shared tensors; only its free space is looked at
 
@@ -103,7 +103,7 @@ class BatchLoader:
         self._next_number = -1
         self._iterator: Any = None
 
-    def batch(self, number: int) -> PreparedBatch:
+    def batch(self, number: int) -> FeaturedBatch:
         """Return a batch by its number, counted from 0; after the first call, only the one after the last.
 
         Raises:
@@ -115,11 +115,11 @@ class BatchLoader:
         # DataLoader gives batches in the order of its sampler alone. A caller that skips one would train on another.
         if number != self._next_number:
             raise ValueError(f"batch {number} is asked for, and batch {self._next_number} comes next")
-        parcel = next(self._iterator)
+        parcel: _Parcel | VembedError = next(self._iterator)
         if isinstance(parcel, VembedError):
             raise parcel
         self._next_number += 1
-        return self._source.prepared(parcel.unpacked())
+        return parcel.unpacked()
 
     def __enter__(self) -> Self:
         return self
@@ -253,7 +253,7 @@ class _FeaturedBatches(Dataset["_Parcel | VembedError"]):
 
     def __getitem__(self, number: int) -> _Parcel | VembedError:
         try:
-            return _Parcel.of(self.source.features(number), self._num_workers)
+            return _Parcel.of(self.source.batch(number), self._num_workers)
         except VembedError as error:
             # Raised here, it would come back from DataLoader with the worker's traceback as its message.
             return error

@@ -33,6 +33,7 @@ from vembed.errors import PreemptedError
 from vembed.evaluation.diagnosis import EARLY_STEPS, diagnose_start, finding_lines
 from vembed.evaluation.step_rows import PART_NAMES
 from vembed.text import show_duration
+from vembed.training.batches import pools_of
 from vembed.training.callbacks import EvaluationEvent, SaveEvent, StepEvent
 from vembed.training.progress import LABEL_COLUMNS, Heartbeat, step_line
 from vembed.training.step_totals import StepTotals
@@ -137,6 +138,7 @@ class TrainingLoop:
             # 1. Data. Near zero seconds while the workers keep up.
             waiting_since, self._waits_for_data = time.monotonic(), True
             batch = self.batches.batch(number)
+            pools = pools_of(batch, run.encoder)
             self._waits_for_data = False
             totals.data_seconds += time.monotonic() - waiting_since
 
@@ -148,7 +150,7 @@ class TrainingLoop:
             # In float16 it is multiplied by the loss scale too, which `clip_gradients` divides out.
             gradient_scale = optimizer.scale.value * batch.step_share
             result = engine.step(
-                batch.pools,
+                pools,
                 batch.structure,
                 assignment=batch.assignment,
                 gradient_scale=gradient_scale,

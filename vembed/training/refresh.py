@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from vembed.data.sampler import GlobalSampler
     from vembed.data.table import RecordTable
     from vembed.distributed.ranks import Ranks
-    from vembed.training.batches import Batches, BatchSource, PreparedBatch
+    from vembed.training.batches import Batches, BatchSource, FeaturedBatch
     from vembed.vectors.mining import Teacher
     from vembed.vectors.provenance import Key
 
@@ -71,6 +71,8 @@ _log = logging.getLogger(__name__)
 
 class Refresh(Protocol):
     """A computation before some epochs, the first among them, and its effect on the batches."""
+
+    folder: Path  # of its results; all ranks see it
 
     @property
     def every(self) -> int | None:
@@ -94,14 +96,13 @@ class RefreshedBatches:
     refresh: Refresh
     source: BatchSource
     open: Callable[[BatchSource, int], AbstractContextManager[Batches]]  # source and end -> maker of its batches
-    folder: Path  # of the files; all ranks see it
     ranks: Ranks
     _opened: ExitStack = field(default_factory=ExitStack)
     _batches: Batches | None = None
     _start: int = 0  # steps that `_batches` makes
     _end: int = 0
 
-    def batch(self, step: int) -> PreparedBatch:
+    def batch(self, step: int) -> FeaturedBatch:
         """Return the batch of a step, counted from 0.
 
         Raises:
@@ -132,7 +133,7 @@ class RefreshedBatches:
         self._end = 2**62 if span is None else (first + span) * per_epoch
 
         # Beyond the first step of the span the weights have moved on, so a lost file can't be computed again.
-        path = self.folder / f"epoch-{first + 1:05}.npz"
+        path = self.refresh.folder / f"epoch-{first + 1:05}.npz"
         weights = model_key(self.source.encoder) if step == self._start else None
         result, why_not = self.ranks.from_first(lambda: self._read(path, weights))
         if result is None and weights is None:
@@ -165,7 +166,7 @@ class RefreshedBatches:
 
     def _write(self, path: Path, arrays: Mapping[str, Any]) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             with new_file(path) as temporary, temporary.open("wb") as file:
                 np.savez(file, **arrays)
         except OSError as error:
@@ -333,11 +334,10 @@ class HardBatchRefresh:
     """Batches of rows that lie close together by the vectors of the model as it stands."""
 
     config: Config
-    records: RecordTable
-    fingerprint: str  # of the data
+    data: RunData
     encode: ItemEncoder
-    precision: str  # of the encoder's calls
     folder: Path
+    precision: str  # of the encoder's calls
     batch_size: int  # of all devices
 
     @property
@@ -348,12 +348,12 @@ class HardBatchRefresh:
     @property
     def key(self) -> Key:
         """Everything that the vectors depend on, except the weights."""
-        return {"data": self.fingerprint, "precision": self.precision}
+        return {"data": self.data.fingerprint, "precision": self.precision}
 
     def compute(self, epoch: int) -> Mapping[str, NDArray[Any]]:
         """Encode the rows with the model as it stands; vectors that a killed process left are read."""
         started, work = time.perf_counter(), self.folder / f"work-{epoch + 1:05}"
-        hard = HardVectors.of(self.encode.encoder, self.records, work, precision=self.precision)
+        hard = HardVectors.of(self.encode.encoder, self.data.records, work, precision=self.precision)
         vectors_NE = hard.vectors(self.encode)
         self.encode.ranks.gather_objects(None)  # all ranks have read them
         if self.encode.ranks.is_first:
@@ -364,7 +364,7 @@ class HardBatchRefresh:
 
     def applied(self, source: BatchSource, result: Mapping[str, NDArray[Any]]) -> BatchSource:
         """Return batches of rows that lie close together."""
-        return replace(source, sampler=hard_sampler(self.config, self.records, self.batch_size, result["vectors"]))
+        return replace(source, sampler=hard_sampler(self.config, self.data.records, self.batch_size, result["vectors"]))
 
 
 def hard_sampler(config: Config, records: RecordTable, batch_size: int, vectors_NE: NDArray[Any]) -> GlobalSampler:

@@ -47,7 +47,7 @@ from vembed.plan.batch import step_batches
 from vembed.plan.text import comparison, explain, explain_fully
 from vembed.redact import redact
 from vembed.text import plural
-from vembed.training.batches import ask, batch_source, frozen_items, open_batches, teacher_of
+from vembed.training.batches import ask, batch_source, frozen_items, open_batches, pools_of, teacher_of
 from vembed.training.callbacks import Callbacks, EndEvent
 from vembed.training.compiling import compile_errors_explained, compile_layers
 from vembed.training.data import build_sampler, load_data, look_nearer, measures_both_directions
@@ -556,7 +556,7 @@ def _dry_run(run: Run) -> None:
         started = time.perf_counter()
         run.encoder.train()
         batch = source.batch(0)
-        result = run.engine.step(batch.pools, batch.structure, assignment=batch.assignment)
+        result = run.engine.step(pools_of(batch, run.encoder), batch.structure, assignment=batch.assignment)
         gradients = [parameter.grad for parameter in run.encoder.parameters() if parameter.grad is not None]
         norm = total_norm(gradients, run.ranks).item()
     _log.info(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from vembed.distributed.ranks import Ranks
     from vembed.gradcache.engine import StepResult
-    from vembed.training.batches import PreparedBatch
+    from vembed.training.batches import FeaturedBatch
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class StepTotals:
     num_repairs: int = 0  # times that a batch ran out of memory and was done again
     data_seconds: float = 0.0  # spent waiting for batches
 
-    def add(self, batch: PreparedBatch, result: StepResult) -> None:
+    def add(self, batch: FeaturedBatch, result: StepResult) -> None:
         """Count a batch."""
         self.losses.append(result.loss)
         self.num_queries.append(batch.structure.num_queries)

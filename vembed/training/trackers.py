@@ -436,10 +436,10 @@ def track_start(trackers: list[Tracker], step: int, *, plan: str) -> None:
 
 def track_end(run: Run, result: RunResult) -> None:
     """Tell the trackers the results of the run, and give them its files, and the model where the user wants that."""
-    from vembed.batch import ImageLimits
     from vembed.evaluation.judge import headline
     from vembed.evaluation.metrics import HEADLINE
     from vembed.evaluation.report.examples import choose_examples
+    from vembed.training.data import image_limits
 
     if not run.trackers:
         return
@@ -463,7 +463,7 @@ def track_end(run: Run, result: RunResult) -> None:
     tell(trackers, "log_result", step, main)
     tell(trackers, "log_table", step, "results", ("set", "role", "metric", "before", "after", "difference"), table)
     groups = () if task.grades else choose_examples(task, result.baseline, result.final, result.metric)
-    columns, rows = _examples_table(groups, result.metric, ImageLimits(max_pixels=run.config.max_image_pixels))
+    columns, rows = _examples_table(groups, result.metric, image_limits(run.config))
     if rows:
         tell(trackers, "log_table", step, "examples", columns, rows)
     for path in (run.output.path / name for name in FILES):

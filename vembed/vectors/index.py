@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import faiss
 import numpy as np
 
+from vembed.batch import Ragged
 from vembed.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Ragged
+    from vembed.vectors.encode import Vectors
 
 Quantization: TypeAlias = Literal["int8", "binary"]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
@@ -63,6 +64,9 @@ own."""
 MERGED_DOCUMENTS = 2048
 """Documents whose MaxSim scores wait to be sorted together: with many hits wanted, sorting after each block takes
 long."""
+
+PAIRS_AT_ONCE = 8192
+"""Pairs whose vectors are copied side by side, as taking rows by index copies them: 50 MB at 768 dimensions."""
 
 
 # One vector for each row ----------------------------------------------------------------------------------------------
@@ -434,6 +438,23 @@ def _maxsim(queries: Ragged, batch: slice, documents: Ragged, block: slice) -> N
     largest_VD = np.maximum.reduceat(q_VE @ d_WE.T, d_starts, axis=1)
     scores: NDArray[np.float32] = np.add.reduceat(largest_VD, q_starts, axis=0)
     return scores
+
+
+def pair_scores(
+    queries: Vectors, documents: Vectors, query_P: NDArray[np.int64], document_P: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Return the score of each pair of rows, (P,): inner product, or MaxSim where rows have several vectors."""
+    if isinstance(queries, Ragged) and isinstance(documents, Ragged):
+        q, d = (np.split(side.values, side.offsets[1:-1]) for side in (queries, documents))
+        rows = zip(query_P.tolist(), document_P.tolist(), strict=True)
+        return np.array([(q[one] @ d[other].T).max(axis=1).sum() for one, other in rows], dtype=np.float32)
+    assert not isinstance(queries, Ragged)
+    assert not isinstance(documents, Ragged)
+    scores_P = np.empty(len(query_P), dtype=np.float32)
+    for start in range(0, len(scores_P), PAIRS_AT_ONCE):
+        part = slice(start, start + PAIRS_AT_ONCE)
+        np.einsum("pe,pe->p", queries[query_P[part]], documents[document_P[part]], out=scores_P[part])
+    return scores_P
 
 
 def check_finite(vectors_NE: NDArray[np.float32], what: str) -> None:

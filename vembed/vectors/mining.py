@@ -36,6 +36,7 @@ from vembed.vectors.index import (
     ExactIndex,
     build_index,
     new_index,
+    pair_scores,
     read_faiss,
     rescore,
     search_index,
@@ -69,9 +70,6 @@ RULES = ("relative margin", "absolute margin", "lowest score", "highest score")
 
 BLOCK_QUERIES = 4096
 """Queries of a file: what a kill costs is the search for them."""
-
-PAIRS_BLOCK = 65_536
-"""Pairs whose vectors are in memory at a time."""
 
 TEXTS_BLOCK = 4096
 """Pairs of texts that a cross-encoder scores before it looks whether it is to stop."""
@@ -208,20 +206,6 @@ def side_vectors(
     store = VectorStore(folder, side, key, f"{side} vectors", "choose another output")
     vectors_NE = store.get(items, lambda lists: encode.stream(lists, side), encode.ranks)
     return vectors_NE, {**key, "items": items.digest}
-
-
-def pair_scores(
-    queries_UE: NDArray[np.float32],
-    documents_DE: NDArray[np.float32],
-    queries_P: NDArray[np.int64],
-    documents_P: NDArray[np.int64],
-) -> NDArray[np.float32]:
-    """Return the inner product of each pair of rows, (P,); mapped vectors are read `PAIRS_BLOCK` pairs at a time."""
-    scores_P = np.empty(len(queries_P), dtype=np.float32)
-    for start in range(0, len(scores_P), PAIRS_BLOCK):
-        pairs = slice(start, start + PAIRS_BLOCK)
-        np.einsum("pe,pe->p", queries_UE[queries_P[pairs]], documents_DE[documents_P[pairs]], out=scores_P[pairs])
-    return scores_P
 
 
 @dataclass(frozen=True, eq=False)

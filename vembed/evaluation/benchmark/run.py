@@ -46,7 +46,7 @@ from vembed.evaluation.benchmark.variants import (
 )
 from vembed.evaluation.bm25 import K1, B, evaluate_bm25, why_no_bm25
 from vembed.evaluation.bm25 import SYSTEM as BM25
-from vembed.evaluation.evaluate import EXACT, RunBuilder, add_hits, asking_rows, count_truncated, sides_agree
+from vembed.evaluation.evaluate import EXACT, RunBuilder, asking_rows, count_truncated, sides_agree
 from vembed.evaluation.metrics import DEFAULT_DEPTH, DEFAULT_KS, tie_ranks
 from vembed.evaluation.results import approximate_note
 from vembed.models.load import load_encoder
@@ -391,11 +391,10 @@ class _SetRun:
         builder, poll = self._builder(), self._run.options.poll
         # The seconds of a result are those of searching and of encoding in all runs that made the vectors.
         started = time.perf_counter()
-        document_ids = list(self._task.documents)
-        searcher = build_searcher(documents, variant, tie_ranks(document_ids))
+        searcher = build_searcher(documents, variant, tie_ranks(list(self._task.documents)))
         scores_Qk, rows_Qk = searcher.search(queries, k=builder.hits_wanted, poll=poll)
         seconds = time.perf_counter() - started + document_seconds + query_seconds
-        add_hits(builder, document_ids, scores_Qk, rows_Qk)
+        builder.add_search(scores_Qk, rows_Qk)
         sides: tuple[tuple[Side, int], ...] = (("query", cut_queries), ("document", cut_documents))
         notes = [
             f"{num_truncated} texts on the {side} side are longer than the model's "

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.report.comparison import Comparisons
     from vembed.evaluation.report.curves import Curve
     from vembed.evaluation.report.inputs import Reverse, RunReport
-    from vembed.evaluation.report.numbers import ReportNumbers
-    from vembed.evaluation.report.ranks import ScoreSplit
+    from vembed.evaluation.report.run_report import ReportNumbers
     from vembed.evaluation.report.speed import TimeSplit
     from vembed.evaluation.results import EvaluationResult
 
@@ -58,8 +57,11 @@ def run_document(
             **change_counts(numbers.gains),
             "examples": {group.kind: [example.query_id for example in group.examples] for group in numbers.groups},
         },
-        "recall_at_k": _array_lists(numbers.ranks.recalls_K),
-        "scores": [_score_json(split) for split in numbers.ranks.splits],
+        "recall_at_k": _array_lists(numbers.recalls),
+        "scores": [
+            {"system": split.label, "relevant": _quartiles(split.relevant), "others": _quartiles(split.others)}
+            for split in numbers.splits
+        ],
         "pictures": {"shown": num_shown_pictures, "decoded": num_decoded_pictures},
         "dev_task": report.dev_task or report.task.name,
         "curves": {curve.spec.key: _curve_json(curve) for curve in numbers.curves.steps},
@@ -116,25 +118,19 @@ def _metrics_json(comparisons: Comparisons) -> dict[str, object]:
 
 def _reverse_json(reverse: Reverse, numbers: ReportNumbers) -> dict[str, object]:
     """Return the numbers of the other direction, and the sum of both directions' recalls."""
-    # Both are computed of every report that has a reverse.
-    assert numbers.reverse is not None
-    assert numbers.reverse_ranks is not None
+    assert numbers.reverse is not None  # it is computed of every report that has a reverse
     return {
         "direction": numbers.reverse.direction,
         "task": _task_size(reverse.task.name, reverse.final),
         "verdict": asdict(reverse.verdict),
         "metrics": _metrics_json(numbers.reverse),
-        "recall_at_k": _array_lists(numbers.reverse_ranks.recalls_K),
+        "recall_at_k": _array_lists(numbers.reverse_recalls),
         "rsum": {key: asdict(total) for key, total in numbers.recall_sums.items()} or None,
     }
 
 
 def _array_lists(arrays: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
     return {name: values.tolist() for name, values in arrays.items()}
-
-
-def _score_json(split: ScoreSplit) -> dict[str, object]:
-    return {"system": split.label, "relevant": _quartiles(split.relevant), "others": _quartiles(split.others)}
 
 
 def _quartiles(scores: np.ndarray) -> dict[str, object]:

@@ -12,7 +12,7 @@ from vembed.text import plural
 
 if TYPE_CHECKING:
     from vembed.evaluation.report.inputs import RunReport
-    from vembed.evaluation.report.numbers import ReportNumbers
+    from vembed.evaluation.report.run_report import ReportNumbers
     from vembed.pages.page import Block
 
 SUMMARY_METRICS = 3

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vembed.batch import ImageLimits
+from vembed.evaluation.judge import overall
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,8 +50,6 @@ class RunReport:
 
     # The verdict: `final_verdict` is the one that is shown
     verdict: Verdict  # on `task`, the first test set; queries are compared by its metric
-    # On the mean over the test sets that are measured as `task`; with one set it is None or says what `verdict` does.
-    overall: Verdict | None = None
     sets: Sequence[SetOutcome] = ()  # test sets, that of `task` first, then guard sets
     caveats: Sequence[str] = ()  # reasons to trust the verdict less, a clause each
 
@@ -102,8 +101,8 @@ class RunReport:
 
     @property
     def final_verdict(self) -> Verdict:
-        """The verdict of the run, not only of `task`: `overall` where it is given, else `verdict`."""
-        return self.overall or self.verdict
+        """The verdict of the run, not only of `task`: on the mean over the test sets that are measured as `task`."""
+        return overall(self.sets) if self.sets else self.verdict
 
     @property
     def evaluation_notes(self) -> list[str]:

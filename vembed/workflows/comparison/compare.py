@@ -20,10 +20,10 @@ from vembed.data.keys import DataKeys, listed
 from vembed.data.read import DataSource
 from vembed.data.run_data import content_hash, load_run_data
 from vembed.errors import ConfigError, VembedError
-from vembed.evaluation.judge import LEVEL, compare, holm, judged, mean_interval, mean_verdict, paired_p_value
+from vembed.evaluation.judge import LEVEL, holm, mean_interval, mean_verdict, paired_p_value, verdict
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.report.comparison import MetricRow, difference_text, verdict_decimals
-from vembed.evaluation.report.examples import Example, example_of, paired_values, picture_captions
+from vembed.evaluation.report.examples import Example, changed_queries, example_of, paired_values, picture_captions
 from vembed.pages.html import notebook_frame
 from vembed.pages.text import one_line, p_text, signed_text
 from vembed.redact import redact
@@ -341,8 +341,7 @@ def _row(name: str, result: EvaluationResult | None, against: EvaluationResult |
         name=name,
         values={} if result is None else {"final": result.metrics[metric]},
         intervals={"final": mean_interval([result], metric)} if result is not None and has_interval else {},
-        verdict=None if result is None or against is None else judged(compare(against, result, metric)),
-        is_headline=True,
+        verdict=None if result is None or against is None else verdict(against, result, metric),
     )
 
 
@@ -404,10 +403,10 @@ def pair_verdicts(baseline: Run, others: Sequence[Run], metric: str, tables: Seq
             sentence = f"{one_line(run.name)} isn't compared: {reason}"
             verdicts.append(PairVerdict(run.name, "not compared", None, None, None, sentence))
             continue
-        verdict = judged(compare(*pairs[0], metric)) if len(pairs) == 1 else mean_verdict(pairs, metric)
+        decided = mean_verdict(pairs, metric)
         p_value, value = next(corrected)
-        sentence = _pair_sentence(baseline, run, verdict, value, len(p_values), tables)
-        verdicts.append(PairVerdict(run.name, _word(verdict, value), verdict, p_value, value, sentence))
+        sentence = _pair_sentence(baseline, run, decided, value, len(p_values), tables)
+        verdicts.append(PairVerdict(run.name, _word(decided, value), decided, p_value, value, sentence))
     return verdicts
 
 
@@ -474,9 +473,7 @@ def find_changes(
     for name, partner in partners:
         before, after = baseline.final, partner.final
         pairs = paired_values(before, after, metric)
-        gains = {query: value - old for query, (old, value) in pairs.items()}
-        won = sorted((query for query in gains if gains[query] > 0), key=lambda query: (-gains[query], query))
-        lost = sorted((query for query in gains if gains[query] < 0), key=lambda query: (gains[query], query))
+        won, lost = changed_queries(pairs)
         most_won, most_lost = (
             tuple(
                 # The pair turned around gives the baseline's first document, with the same query and captions.

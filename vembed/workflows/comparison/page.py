@@ -19,7 +19,7 @@ import numpy as np
 from vembed.evaluation.judge import CONFIDENCE, LEVEL
 from vembed.evaluation.report.comparison import difference_cell, largest_bound, mean_cell, reading_cell
 from vembed.evaluation.report.curves import STEP_CURVES, dev_curve, sparkline, step_curve, thinned_rows
-from vembed.evaluation.report.examples import pictures_of, text_of
+from vembed.evaluation.report.examples import ranking_item
 from vembed.evaluation.report.speed import seconds_text
 from vembed.pages.charts import (
     SERIES_COLOURS,
@@ -40,7 +40,6 @@ from vembed.pages.page import (
     NoteList,
     Page,
     Ranking,
-    RankingItem,
     Section,
     SideBySide,
     Table,
@@ -74,7 +73,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.judge import VerdictWord
     from vembed.evaluation.report.curves import Curve
     from vembed.evaluation.report.examples import Example
-    from vembed.pages.page import Block, RowTone
+    from vembed.pages.page import Block, Mark, RowTone
     from vembed.workflows.comparison.compare import Line, PairWord, RunComparison, SetTable
     from vembed.workflows.comparison.runs import Run, RunCost
 
@@ -463,26 +462,9 @@ def change_ranking(comparison: RunComparison, run: str, example: Example, of_bas
             numbers.append(f"{one_line(name)} retrieved nothing")
             continue
         hit = hits[0]
-        results.append(
-            RankingItem(
-                identifier=hit.document_id,
-                text=text_of(hit.item),
-                pictures=pictures_of(hit.item),
-                is_known=hit.item is not None,
-                caption=hit.caption,
-                label=f"{one_line(name)} put first",
-                mark="" if comparison.task is None else "right" if hit.is_relevant else "wrong",
-            )
-        )
-    query = RankingItem(
-        identifier=example.query_id,
-        text=text_of(example.item),
-        pictures=pictures_of(example.item),
-        is_known=example.item is not None,
-        caption=example.caption,
-        numbers=numbers,
-    )
-    return Ranking(query=query, results=results)
+        mark: Mark = "" if comparison.task is None else "right" if hit.is_relevant else "wrong"
+        results.append(replace(ranking_item(hit.document_id, hit), label=f"{one_line(name)} put first", mark=mark))
+    return Ranking(query=replace(ranking_item(example.query_id, example), numbers=numbers), results=results)
 
 
 def method_section(comparison: RunComparison) -> Section:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vembed.config.load import file_values
+from vembed.data.run_data import further_role
 from vembed.errors import ConfigError, DataError
 from vembed.evaluation.report.document import SCHEMA_VERSION
 from vembed.evaluation.report.speed import rate, settled_rows
@@ -255,7 +256,7 @@ def _read_sets(
         except DataError as error:
             notes.append(f"a result can't be read: {redact(str(error))}")
             continue
-        role: SetRole = "guard" if key.startswith("guard") else "test" if key.startswith("test") else "dev"
+        role: SetRole = "dev" if key == "dev" else further_role(key)
         sets.append(SetResult(key, role, str(hashes.get(key, "")), final, untrained))
     return tuple(sets)
 

@@ -12,7 +12,6 @@ from vembed.batch import Composed, pictures_in
 from vembed.data.columns import listing
 from vembed.data.images import check_image
 from vembed.pages.charts import LARGE_INCHES, SERIES, chart_axes, inline_svg, set_ticks
-from vembed.pages.html import render_html
 from vembed.pages.page import (
     Cell,
     Facts,
@@ -27,13 +26,11 @@ from vembed.pages.page import (
     pairs_table,
 )
 from vembed.pages.text import capitalised, clip, columns_of, count_text, number_text, one_line, plain
-from vembed.pages.write import write_files
 from vembed.text import plural
 from vembed.workflows.data_check.source import SEVERITIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from markupsafe import Markup
     from numpy.typing import NDArray
@@ -244,24 +241,10 @@ def draw_lengths(lengths: NDArray[np.int32], *, side: str, unit: str, name: str,
         return inline_svg(figure, name=name, label=label)
 
 
-def write_json(path: Path, page: Page) -> None:
-    """Write the check for programs, letters of all scripts as they are.
-
-    Raises:
-        MachineError: The file can't be written.
-    """
+def check_json(page: Page) -> str:
+    """Return the check for programs, letters of all scripts as they are."""
     # Not `render_json`, which escapes other scripts: a user reads the examples in this file.
-    text = json.dumps(plain(page.document), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    write_files(path.parent, {path.name: text}, what="the check")
-
-
-def write_html(path: Path, page: Page) -> None:
-    """Write the check as one page.
-
-    Raises:
-        MachineError: The file can't be written.
-    """
-    write_files(path.parent, {path.name: render_html(page)}, what="the check")
+    return json.dumps(plain(page.document), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def shown_rows(source: DataSource, count: int, encoder: Encoder | None) -> Iterator[str]:

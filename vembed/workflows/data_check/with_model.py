@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.data.table import BLOCK_ROWS
+from vembed.vectors.index import pair_scores
 from vembed.vectors.keys import MiningKeys
-from vembed.vectors.mining import Miner, MiningTask, pair_scores, shared_model_key, side_vectors
+from vembed.vectors.mining import Miner, MiningTask, shared_model_key, side_vectors
 from vembed.workflows.data_check.source import MOST_EXAMPLES, Finding, shown, spread
 
 if TYPE_CHECKING:

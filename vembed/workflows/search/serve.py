@@ -42,7 +42,7 @@ from vembed.text import visible
 from vembed.workflows.search.thumbnails import make_thumbnail, thumbnail_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from werkzeug.datastructures import MultiDict
@@ -106,50 +106,38 @@ class ShownPicture:
     row: int | None = None  # the document that it is of; None of a picture that was sent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Answer to one request, as the page shows it."""
-
-    query: str = ""
-    picture: ShownPicture | None = None  # that was asked with
-    k: int = 10
-    hits: Sequence[Hit] | None = None  # best first; None when nothing was asked
-    copies: Mapping[int, bytes] | None = None  # row of each hit with a picture -> its small copy
-    milliseconds: float = 0.0
-    problem: str = ""  # why there are no hits
-
-
-class SearchPage:
-    """The page over one index."""
-
-    def __init__(self, searcher: Searcher) -> None:
-        index, meta = searcher.index, searcher.index.meta
-        rows = searcher.example_rows()
-        template = _ENVIRONMENT.get_template("search.html.jinja")
-        self._render = partial(
-            template.render,
-            style=Markup(_STYLE),  # noqa: S704  # a file of ours
-            corpus=Path(meta.source).name or meta.source,
-            model=meta.model.name,
-            num_documents=len(searcher),
-            num_pictures=meta.num_pictures,
-            noun="pictures" if meta.num_pictures == len(searcher) else "documents",
-            similarity="cosine similarities" if meta.model.similarity == "cosine" else "dot products",
-            takes=searcher.takes,
-            example_queries=searcher.example_queries(),
-            example_pictures=[
-                ShownPicture(copy, index.document(row).id, row) for row in rows if (copy := index.thumbnail(row))
-            ],
-            accepted=",".join(f"image/{name.lower()}" for name in FORMATS),
-            picture_field=PICTURE_FIELD,
-            counts=COUNTS,
-            max_characters=MAX_QUERY_CHARACTERS,
-            short_characters=SHORT_CHARACTERS,
-        )
-
-    def render(self, answer: Answer) -> str:
-        """Return the page."""
-        return self._render(answer=answer)
+def page_of(searcher: Searcher) -> Callable[..., str]:
+    """Return what renders the page over one index; its keyword arguments are those of one request."""
+    index, meta = searcher.index, searcher.index.meta
+    rows = searcher.example_rows()
+    return partial(
+        _ENVIRONMENT.get_template("search.html.jinja").render,
+        style=Markup(_STYLE),  # noqa: S704  # a file of ours
+        corpus=Path(meta.source).name or meta.source,
+        model=meta.model.name,
+        num_documents=len(searcher),
+        num_pictures=meta.num_pictures,
+        noun="pictures" if meta.num_pictures == len(searcher) else "documents",
+        similarity="cosine similarities" if meta.model.similarity == "cosine" else "dot products",
+        takes=searcher.takes,
+        example_queries=searcher.example_queries(),
+        example_pictures=[
+            ShownPicture(copy, index.document(row).id, row) for row in rows if (copy := index.thumbnail(row))
+        ],
+        accepted=",".join(f"image/{name.lower()}" for name in FORMATS),
+        picture_field=PICTURE_FIELD,
+        counts=COUNTS,
+        max_characters=MAX_QUERY_CHARACTERS,
+        short_characters=SHORT_CHARACTERS,
+        # Of one request:
+        query="",
+        k=10,
+        picture=None,  # ShownPicture that was asked with
+        hits=None,  # best first; None when nothing was asked
+        copies=None,  # row of each hit with a picture -> its small copy
+        milliseconds=0.0,
+        problem="",  # why there are no hits
+    )
 
 
 def _cut(text: str, characters: int) -> str:
@@ -190,7 +178,7 @@ class SearchServer(ThreadedWSGIServer):
 
     def __init__(self, searcher: Searcher, *, port: int) -> None:
         self._searcher = searcher
-        self._page = SearchPage(searcher)
+        self._page = page_of(searcher)
         self._uploads = threading.BoundedSemaphore(UPLOADS_AT_ONCE)
         self._forms = threading.BoundedSemaphore(FORMS_AT_ONCE)
         self._decoding = threading.Lock()  # two pictures at the limit of pixels would take twice the memory
@@ -207,9 +195,9 @@ class SearchServer(ThreadedWSGIServer):
         """Address of the page."""
         return f"http://{ADDRESS}:{self.port}/"
 
-    def response(self, status: int, answer: Answer) -> Response:
-        """Return the page with its headers."""
-        return Response(self._page.render(answer), status, HEADERS, mimetype="text/html")
+    def response(self, status: int, **shown: object) -> Response:
+        """Return the page with its headers; `shown` are the template's names of one request (`page_of`)."""
+        return Response(self._page(**shown), status, HEADERS, mimetype="text/html")
 
     def _answer(self, request: Request) -> Response:
         question = _Question()
@@ -227,12 +215,13 @@ class SearchServer(ThreadedWSGIServer):
                 # Received first, with no slot held: a slow sender must not keep others from being searched.
                 with self._received(request) as form, self._forms:
                     question = self._sent_form(request, form)
-                    return self.response(HTTPStatus.OK, self._found(question))
+                    return self._found(question)
             question = _question(request.args)
-            return self.response(HTTPStatus.OK, self._found(question))
+            return self._found(question)
         except HTTPException as refusal:
-            answer = Answer(query=question.query, k=question.k, problem=refusal.description or refusal.name)
-            return self.response(refusal.code or HTTPStatus.INTERNAL_SERVER_ERROR, answer)
+            status = refusal.code or HTTPStatus.INTERNAL_SERVER_ERROR
+            problem = refusal.description or refusal.name
+            return self.response(status, query=question.query, k=question.k, problem=problem)
 
     @contextmanager
     def _received(self, request: Request) -> Iterator[IO[bytes]]:
@@ -288,7 +277,7 @@ class SearchServer(ThreadedWSGIServer):
         name = re.split(r"[/\\]", " ".join((sent.filename or "").splitlines()))[-1][:MAX_NAME_CHARACTERS] or "picture"
         return _question(fields, Image(name, content))
 
-    def _found(self, question: _Question) -> Answer:
+    def _found(self, question: _Question) -> Response:
         """Search; what can't be searched for is an HTTPException."""
         started = time.perf_counter()
         try:
@@ -304,8 +293,14 @@ class SearchServer(ThreadedWSGIServer):
             _log.error("a search failed\n%s", traceback.format_exc())
             abort(HTTPStatus.INTERNAL_SERVER_ERROR, "The search failed; see the terminal.")
         milliseconds = 1000 * (time.perf_counter() - started)
-        return Answer(
-            query=question.query, picture=picture, k=question.k, hits=hits, copies=copies, milliseconds=milliseconds
+        return self.response(
+            HTTPStatus.OK,
+            query=question.query,
+            k=question.k,
+            picture=picture,
+            hits=hits,
+            copies=copies,
+            milliseconds=milliseconds,
         )
 
     def _search(self, question: _Question) -> tuple[ShownPicture | None, list[Hit] | None]:
@@ -347,7 +342,7 @@ class _Handler(WSGIRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
         """Answer what http.server itself refuses, with the page's own headers."""
         self.close_connection = True
-        response = self.server.response(code, Answer(problem=message or HTTPStatus(code).phrase))
+        response = self.server.response(code, problem=message or HTTPStatus(code).phrase)
         self.send_response(code)
         for name, value in response.headers:
             self.send_header(name, value)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from vembed.errors import DataError
-from vembed.evaluation.judge import CONFIDENCE, compare, judged
+from vembed.evaluation.judge import CONFIDENCE, verdict
 from vembed.pages.charts import BETTER, LARGE_INCHES, LINE, SERIES, chart_axes, inline_svg
 from vembed.pages.page import Cell, Figure, Note, Page, Section, SideBySide, Table, command_blocks, pairs_table
 from vembed.pages.terminal import table_lines
@@ -79,11 +79,11 @@ def rank(outcomes: Sequence[Outcome], metric: str) -> list[Ranked]:
         assert outcome.dev is not None
         confidence = 1 - (1 - CONFIDENCE) / (len(full) - 1)
         try:
-            comparison = compare(best.dev, outcome.dev, metric, confidence=confidence)
+            against_best = verdict(best.dev, outcome.dev, metric, confidence=confidence)
         except ValueError as error:
             raise DataError(f"{outcome.folder} can't be compared with {best.folder}: {error}") from error
-        is_worse = judged(comparison).word == "worse"
-        ranked.append(Ranked(outcome, "worse" if is_worse else "within noise", comparison))
+        word: Word = "worse" if against_best.word == "worse" else "within noise"
+        ranked.append(Ranked(outcome, word, against_best.comparison))
     short.sort(key=lambda outcome: (-outcome.trial.steps, -dev_value(outcome, metric)))
     ranked += [Ranked(outcome, "shorter") for outcome in short]
     return [*ranked, *(Ranked(outcome, "failed") for outcome in outcomes if outcome.dev is None)]

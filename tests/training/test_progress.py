@@ -172,7 +172,7 @@ def test_a_slow_step_waits_for_data_only_where_it_takes_a_batch() -> None:
 
     def batch(number: int) -> SimpleNamespace:
         said.append(loop._describe_progress())
-        return SimpleNamespace(pools=None, structure=None, assignment=None, step_share=1.0)
+        return SimpleNamespace(parts=(), structure=None, assignment=None, step_share=1.0)
 
     def step(*_: object, **__: object) -> None:
         said.append(loop._describe_progress())
@@ -184,7 +184,7 @@ def test_a_slow_step_waits_for_data_only_where_it_takes_a_batch() -> None:
         engine=SimpleNamespace(passes=SimpleNamespace(running=None), stopwatch=watch, step=step),
         optimizer=SimpleNamespace(scale=SimpleNamespace(value=1.0)),
         config=SimpleNamespace(seed=0), step_batches=lambda step: range(1), ranks=Ranks(), device=torch.device("cpu"),
-        state=None, checkpoint=None,
+        state=None, checkpoint=None, encoder=None,
     )  # fmt: skip
     loop = TrainingLoop(run, cast("Any", SimpleNamespace(batch=batch)))
     with pytest.raises(Reached):

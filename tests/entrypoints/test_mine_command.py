@@ -303,7 +303,7 @@ def test_a_former_report_is_replaced_and_files_beside_it_stay(call: Any, bag: Pa
     assert json.loads((folder / "report.json").read_text())["settings"]["mine_negatives"] == 2
     assert call(*words, "--negatives", "3", "--overwrite").code == 0
     assert json.loads((folder / "report.json").read_text())["settings"]["mine_negatives"] == 3
-    assert sorted(os.listdir(folder)) == ["notes.txt", "report.html", "report.json", "report.md"]
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "report.html", "report.json", "report.md"]
 
 
 def test_an_error_of_the_run_keeps_what_is_done(

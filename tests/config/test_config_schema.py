@@ -130,6 +130,16 @@ loss_directions: [query_to_document, query_to_query], loss_type: supcon | loss_t
 hardness_strength: 9.0 | hardness_mode: all_negatives | hardness_mode none
 cosent_scale: 10.0 | loss_type: cosent | set temperature to 0.1
 distillation_temperature: 2.0, distillation_loss_type: mse | loss_type: distillation, teacher_model_name: t, distillation_temperature: default | distillation_temperature has no effect with distillation_loss_type mse
+loss_type: distillation, teacher_model_name: t, distillation_alpha: 0.0, temperature: 0.1 | distillation_alpha: 0.1 | temperature has no effect with distillation_alpha 0
+loss_type: distillation, teacher_model_name: t, distillation_alpha: 0.0, focal_gamma: 0.5, hardness_mode: all_negatives | added_losses: {infonce: 1.0} | hardness_mode and focal_gamma have no effect with distillation_alpha 0
+loss_type: distillation, teacher_model_name: t, distillation_alpha: 0.0, false_negative_filter: teacher | false_negative_filter: default | false_negative_filter has no effect
+loss_type: distillation, teacher_model_name: t, distillation_alpha: 1.0, false_negative_filter: teacher, distillation_loss_type: mse | distillation_loss_type: default | distillation_loss_type has no effect with distillation_alpha 1
+loss_type: distillation, teacher_model_name: t, distillation_alpha: 1.0 | distillation_alpha: 0.9 | teacher_model_name has no effect with distillation_alpha 1
+loss_type: distillation, teacher_model_name: t, distillation_alpha: 1.0 | added_losses: {kl: 1.0} | set loss_type to infonce
+loss_type: cosent, label_kind: grade, false_negative_filter: threshold | false_negative_filter: default | has no effect
+loss_type: cosent, label_kind: pair, false_negative_filter: threshold | added_losses: {infonce: 1.0} | identity
+loss_type: cosent, teacher_model_name: t, false_negative_filter: threshold | false_negative_filter: teacher | scores of the teacher
+loss_type: cosent, teacher_model_name: t, label_kind: grade, false_negative_filter: teacher | label_kind: default | has no effect
 added_losses: {cosentt: 1.0} | added_losses: {cosent: 1.0} | 'cosentt' is no loss
 loss_type: spread_out | added_losses: {spread_out: 1.0}, loss_type: default | spread_out alone learns nothing
 added_losses: {angle: 1.0} | label_kind: grade | set label_kind

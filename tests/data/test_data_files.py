@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from kit.rows import Jsonl, load, only, queries, refusal
+from PIL import Image as Picture
 
+from vembed.batch import Composed
 from vembed.data import lines as lines_module
 from vembed.data.describe import describe_source
 from vembed.data.formats import iter_rows
@@ -96,19 +99,59 @@ def write_csv(path: Path, rows: list[list[str]]) -> None:
         csv.writer(handle).writerows(rows)
 
 
-@pytest.mark.parametrize(
-    ("cell", "negatives"),
-    [
-        *[("", ()), ("  ", ()), ("[]", ()), ('["a", "b"]', ("a", "b")), ('[{"title": "T", "text": "a"}]', ("T a",))],
-        *[("a text", ("a text",)), ("[1]", ("[1]",)), ("[citation needed]", ("[citation needed]",))],
-    ],
-)
+LISTS = [
+    *[('["a", "b"]', ("a", "b")), (' ["a"] ', ("a",)), ('[{"title": "T", "text": "a"}]', ("T a",))],
+    *[(cell, (cell,)) for cell in ("a text", "[1]", "[[1, 2]]", "[citation needed]", "['a', 'b']", '["a", "b"', '"a"')],
+]
+
+
+@pytest.mark.parametrize(("cell", "negatives"), [*LISTS, ("", ()), ("  ", ()), ("[]", ())])
 def test_a_csv_cell_of_negatives_may_be_a_json_list(tmp_path: Path, cell: str, negatives: tuple[str, ...]) -> None:
     path = tmp_path / "t.csv"
-    write_csv(path, [["query", "positive", "negatives"], ["q", '["p"]', cell]])
-    record = only(path)
-    assert record.negatives == negatives
-    assert record.positives == ('["p"]',)
+    write_csv(path, [["query", "positive", "negatives"], ["q", "p", cell]])
+    assert only(path).negatives == negatives
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.txt", "t.csv.gz"])
+@pytest.mark.parametrize(("cell", "positives"), LISTS)
+def test_a_cell_of_positives_may_be_a_json_list_in_any_table_of_texts(
+    tmp_path: Path, name: str, cell: str, positives: tuple[str, ...]
+) -> None:
+    written = io.StringIO()
+    delimiter = "," if "csv" in name else "\t"
+    csv.writer(written, delimiter=delimiter).writerows([["query", "positive"], ["q", cell]])
+    data = written.getvalue().encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert only(tmp_path / name).positives == positives
+    told = "JSON lists in positive read as lists" in load(tmp_path / name).columns.text
+    assert told == (positives != (cell,))
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ("[]", "t.csv:2: positive: no positives"),
+        ('["a", 1]', "t.csv:2: positive: expected text, got the number 1 (item 2 of 2)"),
+        ('["a", " "]', "t.csv:2: positive: blank text (item 2 of 2)"),
+    ],
+)
+def test_a_list_of_positives_in_a_cell_is_checked_as_any_other(tmp_path: Path, cell: str, words: str) -> None:
+    write_csv(tmp_path / "t.csv", [["query", "positive"], ["q", cell]])
+    assert words in refusal(tmp_path / "t.csv")
+
+
+def test_a_csv_cell_of_pictures_may_be_a_json_list_and_hold_items_of_several(tmp_path: Path) -> None:
+    for name in "abcd":
+        Picture.new("RGB", (4, 4), f"#{ord(name):02x}0000").save(tmp_path / f"{name}.png")
+    rows = [["query_image", "positive_image", "negative_images"]]
+    rows += [["a.png", '["b.png", "c.png"]', '["d.png"]'], ['["a.png", "b.png"]', '[["c.png", "d.png"]]', ""]]
+    write_csv(tmp_path / "t.csv", rows)
+    one, other = load(tmp_path / "t.csv").table
+    assert [len(row.positives) for row in (one, other)] == [2, 1]
+    assert len(one.negatives) == 1
+    assert isinstance(other.query, Composed)
+    assert isinstance(other.positives[0], Composed)
+    assert len(other.query.images) == len(other.positives[0].images) == 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from vembed.config.schema import Config
 from vembed.distributed import accelerate as module
 from vembed.distributed import runtime
 from vembed.distributed.accelerate import Setting, accelerate_settings, deepspeed_refusal, is_deepspeed
-from vembed.distributed.process_env import ProcessEnv, first_host, process_env
+from vembed.distributed.process_env import ProcessEnv, first_host, process_env, refuse_copies
 from vembed.distributed.runtime import start_runtime
 from vembed.errors import ConfigError
 from vembed.training import launcher
@@ -76,6 +76,58 @@ def test_accelerate_that_was_asked_for_several_and_started_one_is_refused_with_t
     with pytest.raises(ConfigError, match=r"started one.*num_processes=2.*distributed_type: MULTI_GPU"):
         process_env(asked)
     assert process_env({**asked, "WORLD_SIZE": "2", "RANK": "1"}).world_size == 2
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "0"}  # of MPICH and Intel MPI
+
+
+@pytest.mark.parametrize(
+    ("environ", "copies"),
+    [
+        (OPEN_MPI, "2 copies of this command (OMPI_COMM_WORLD_SIZE"),
+        (HYDRA, "4 copies of this command (PMI_SIZE"),
+        ({"MV2_COMM_WORLD_SIZE": "3"}, "3 copies"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", **OPEN_MPI}, "2 copies"),  # mpirun in a batch script
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "2", **HYDRA}, "4 copies"),  # a daemon on each machine, started by srun
+        ({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", **OPEN_MPI}, "2 copies"),  # mpirun in the shell of salloc
+    ],
+)
+def test_copies_that_mpirun_started_are_refused_with_the_cure(environ: dict[str, str], copies: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        refuse_copies(environ)
+    assert copies in str(refused.value)
+    assert "torchrun" in str(refused.value)
+    refuse_copies({**environ, "WORLD_SIZE": "1"})  # the cure for copies that are meant
+    assert process_env({**environ, "WORLD_SIZE": "1"}).world_size == 1
+
+
+def test_a_copy_joins_no_run_from_python_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="mpirun started 2 copies"):
+        start_runtime(deterministic=False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "world_size"),
+    [
+        ({}, 1),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, 1),
+        ({**TORCHRUN, **OPEN_MPI}, 8),  # torchrun on each machine, started by mpirun
+        ({**SRUN, "PMI_SIZE": "20", "PMI_RANK": "17"}, 20),  # srun --mpi=pmi2
+        ({"SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_JOB_ID": "7"}, 1),  # the shell of salloc, or a batch script
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}, 1),  # of sbatch
+        (
+            {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"},
+            1,
+        ),  # --pty bash
+    ],
+)
+def test_one_process_and_processes_that_know_each_other_are_no_copies(environ: dict[str, str], world_size: int) -> None:
+    refuse_copies(environ)
+    assert process_env(environ).world_size == world_size
 
 
 @pytest.mark.parametrize(

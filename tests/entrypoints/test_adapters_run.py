@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from kit.runs import Outcome, Site, assert_same_run, evaluation, run_keys, write_config
 from kit.several_ranks import run_ranks
 from safetensors.torch import load_file, save_file
+
+from vembed.checkpoint.format import read_manifest, write_manifest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,6 +116,25 @@ def test_a_resumed_run_with_adapters_is_the_run_that_was_never_stopped(
     assert resumed.code == 0, resumed.err
     assert "resume: continuing from" in resumed.out
     assert_same_run(lora.folder, folder)
+
+
+@pytest.mark.slow
+def test_adapters_that_another_machine_chose_are_planned_for_where_the_run_goes_on(
+    site: Site, lora: Outcome, tmp_path: Path
+) -> None:
+    """With `auto` no plan gives so small a model adapters; one for less memory and a larger model does."""
+    folder = stopped_after_three(lora, tmp_path)
+    manifest = read_manifest(folder / "checkpoints/step-00000003")
+    assert isinstance(manifest.stamp["config"], dict)
+    stamp = manifest.stamp | {"config": manifest.stamp["config"] | {"use_lora": "auto"}}
+    write_manifest(folder / "checkpoints/step-00000003", replace(manifest, stamp=stamp))
+    resumed = run_keys(tmp_path, site.keys(**LORA | {"use_lora": "auto"}))
+    assert resumed.code == 0, resumed.err
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["use_lora"] is True
+    (chosen,) = [candidate for candidate in plan["candidates"] if candidate["recommended"]]
+    assert chosen["use_lora"] is True
+    assert resumed.losses[3:] == lora.losses[3:]
 
 
 @pytest.mark.slow

@@ -100,6 +100,23 @@ def test_a_merge_that_was_stopped_evaluates_only_what_is_missing(
     assert len(asked) == 3 + 6 - 2, "two of six were there"
 
 
+def test_files_at_the_name_of_the_report_that_arent_one_of_merging_stay(
+    call: Any, models: tuple[Path, Path], sets: tuple[Path, Path], tmp_path: Path
+) -> None:
+    page = tmp_path / "merged-report" / "report.html"
+    page.parent.mkdir()
+    page.write_text("mine")
+    words = ("merge", *models, "--output", tmp_path / "merged")
+    done = call(*words, "--data", *sets, "--steps", "1", "--overwrite")
+    assert done.code == 2
+    assert f"the report goes to {page.parent}, " in done.err
+    assert call(*words, "--weights", "0.5", "0.5").code == 0, "given weights make no report"
+    assert page.read_text() == "mine"
+    page.unlink()
+    for _ in range(2):  # beside nothing, and over the report of the first
+        assert call(*words, "--data", *sets, "--steps", "1", "--overwrite").code == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -275,6 +275,37 @@ def test_what_can_not_be_done_is_refused_in_words(
     assert (tmp_path / "there.jsonl").read_text() == "someone's"
 
 
+@pytest.mark.parametrize("words", [(), ("--overwrite",)])
+@pytest.mark.parametrize("there", ["report.html", "report.json", "notes.txt", None])
+def test_files_at_the_name_of_the_report_that_arent_one_of_mining_stay(
+    there: str | None, words: tuple[str, ...], call: Any, bag: Path, rows: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mined-report"
+    path = folder if there is None else folder / there
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"schema_version": 1, "mine": "by hand"}')
+    done = call("mine", bag, "--data", rows, "--output", tmp_path / "mined.jsonl", *words)
+    assert done.code == 2
+    assert f"the report goes to {folder}, " in done.err
+    assert "choose another --output" in done.err
+    assert path.read_text() == '{"schema_version": 1, "mine": "by hand"}'
+    assert list(tmp_path.iterdir()) == [folder], "nothing was encoded"
+
+
+def test_a_former_report_is_replaced_and_files_beside_it_stay(call: Any, bag: Path, rows: Path, tmp_path: Path) -> None:
+    words = ["mine", bag, "--data", rows, "--output", tmp_path / "mined.jsonl"]
+    folder = tmp_path / "mined-report"
+    folder.mkdir()
+    (folder / ".report.json.tmp").write_text("{")  # what a kill leaves
+    assert call(*words, "--negatives", "2").code == 0
+    (folder / "notes.txt").write_text("mine")
+    assert call(*words, "--negatives", "3").code == 2, "the rows are there"
+    assert json.loads((folder / "report.json").read_text())["settings"]["mine_negatives"] == 2
+    assert call(*words, "--negatives", "3", "--overwrite").code == 0
+    assert json.loads((folder / "report.json").read_text())["settings"]["mine_negatives"] == 3
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "report.html", "report.json", "report.md"]
+
+
 def test_an_error_of_the_run_keeps_what_is_done(
     call: Any, bag: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

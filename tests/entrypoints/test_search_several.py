@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from kit.text_models import load_any
 from search_cases import DOCUMENTS, FILES, meta_of
 
 import vembed
-from vembed.errors import PreemptedError
+from vembed.errors import NonFiniteError, PreemptedError
 from vembed.pages.text import bytes_text
-from vembed.vectors import store
+from vembed.vectors import index, store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +69,26 @@ def test_a_search_ranks_by_maxsim_over_all_documents(model: Path, several: Path)
     vectors = np.load(several / "vectors.npy")
     assert vectors.shape == (meta["num_vectors"], 16)
     assert np.load(several / "offsets.npy")[-1] == meta["num_vectors"] > 3 * len(CORPUS)
+
+
+def test_the_vectors_of_an_index_are_checked_when_it_is_opened_and_not_at_each_query(
+    several: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, check = [], index.check_finite
+    monkeypatch.setattr(index, "check_finite", lambda rows, what: (checked.append(what), check(rows, what)))
+    opened = vembed.open_index(several)
+    assert checked.count("document") == 1
+    for query in QUERIES:
+        opened.search([query])
+    assert checked.count("document") == 1
+    assert checked.count("query") == len(QUERIES)
+    folder = shutil.copytree(several, tmp_path / "index")
+    vectors = np.load(folder / "vectors.npy", mmap_mode="r+")
+    vectors[3, 0] = np.nan
+    vectors.flush()
+    (folder / "checksums.json").unlink()  # as in an index of an earlier version, or of another program
+    with pytest.raises(NonFiniteError, match=r"document vectors hold NaN or infinity \(rows 3\)"):
+        vembed.open_index(folder)
 
 
 @pytest.mark.parametrize("factory", ["HNSW32", "IVF4,Flat:nprobe=4"])

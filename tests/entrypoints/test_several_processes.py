@@ -113,6 +113,15 @@ def test_accelerate_that_starts_one_of_the_processes_asked_for_is_an_error(site:
     assert not done.folder.exists()
 
 
+def test_copies_that_mpirun_started_write_nothing(site: Site, tmp_path: Path) -> None:
+    config = write_config(tmp_path, exact(site, max_steps=2))
+    copies = [run_process(config, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=rank) for rank in "01"]
+    for done in copies:
+        assert done.code == 2
+        assert "error: mpirun started 2 copies of this command" in done.err
+        assert not done.folder.exists()
+
+
 def test_a_number_of_processes_that_the_launcher_did_not_start_is_refused(site: Site, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run", exact(site, num_processes=3))
     done = accelerate(config, options=["--config_file", str(on_cpu("multi_gpu_ddp", tmp_path))], folder=tmp_path)

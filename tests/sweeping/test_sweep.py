@@ -11,16 +11,28 @@ import pytest
 from kit.pages import assert_sound
 
 from vembed.config.load import load_values
+from vembed.config.schema import SECTIONS, Config
+from vembed.data.keys import DataKeys
+from vembed.data.run_data import load_run_data
 from vembed.entrypoints import sweep
 from vembed.errors import ConfigError, DataError, ExitCode, PreemptedError
 from vembed.evaluation.results import EvaluationResult, write_evaluation
 from vembed.pages.write import write_page
+from vembed.registry import LOSSES
 from vembed.workflows.sweeping.process import TrainProcess
 from vembed.workflows.sweeping.report import chosen_lines, rank, sweep_page, terminal_lines
 from vembed.workflows.sweeping.seeds import train_seeds
 from vembed.workflows.sweeping.space import Range, corners, drawn, grid, parse_tries
 from vembed.workflows.sweeping.sweep import _counted, _report, rungs, shorter, train_halving, train_optuna
-from vembed.workflows.sweeping.trials import OUTCOME_FILE, Trial, Trials, TryAgainError, trial_name
+from vembed.workflows.sweeping.trials import (
+    ASK_FOR_ROWS,
+    LEAVE_ROWS,
+    OUTCOME_FILE,
+    Trial,
+    Trials,
+    TryAgainError,
+    trial_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -424,7 +436,16 @@ def test_data_that_changed_between_two_trials_are_refused_and_tried_ones_may_dif
         runs.train(TWO[1])
     with pytest.raises(DataError, match="seed-2"):
         seeds(tmp_path / "seeds", runner)
-    for key in ("data_path", "leak", "added_losses"):  # rows that leak into a set are left out, or trained on
+    for key in ("num_workers", "loss_tile_size", "teacher_cache"):  # leave the rows alone, whatever their names say
+        tried = Trials(tmp_path / key, runner, METRIC, 2)
+        tried.train(Trial("01", {key: "01"}, steps=8))
+        with pytest.raises(DataError, match="training"):
+            tried.train(Trial("02", {key: "02"}, steps=8))
+    # Rows that leak into a set are left out, or trained on; a mapping and a kind of label make other rows of one file.
+    for key in (
+        *("data_path", "leak", "added_losses", "column_mapping.text", "label_kind", "skip_invalid_records"),
+        *("image_root", "false_negative_filter", "teacher_model_name"),
+    ):
         tried = Trials(tmp_path / key, runner, METRIC, 3)
         for name in ("01", "02"):
             tried.train(Trial(name, {key: name}, steps=8))
@@ -437,6 +458,47 @@ def test_data_that_changed_between_two_trials_are_refused_and_tried_ones_may_dif
         rank([runs.train(trial) for trial in TWO], METRIC)
     with pytest.raises(DataError):
         seeds(tmp_path / "other seeds", queries)
+
+
+def test_the_keys_by_which_a_loss_asks_for_rows_are_those_that_it_reads() -> None:
+    class Recorder:
+        run_loss = Config.run_loss
+
+        def __init__(self, config: Config) -> None:
+            self._config = config
+
+        def __getattr__(self, name: str) -> object:
+            read.add(name)
+            return getattr(self._config, name)
+
+    read: set[str] = set()
+    for loss in LOSSES.names():
+        given = {"model_name": "builtin:ngram-bag", "data_path": "a.jsonl", "teacher_model_name": "far/away"}
+        config = Config.model_construct(**given, loss_type=loss, false_negative_filter="teacher", added_losses={})
+        Config.loss_needs(Recorder(config))  # type: ignore[arg-type]
+    assert read - SECTIONS["Data"].model_fields.keys() == ASK_FOR_ROWS
+
+
+def test_the_keys_that_leave_the_rows_alone_do_so(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"query": "one {number}", "positive": "two {number}"}}\n' for number in range(8)))
+    others = {
+        "source_batches": "single",
+        "source_temperature": 2.0,
+        "image_augmentation": "strong",
+        "image_flip": True,
+        "retrieval_mode": "t2t",
+        "num_workers": 3,
+        "prefetch_factor": 3,
+        "drop_last": True,
+    }
+    assert others.keys() == LEAVE_ROWS
+    base = {"data": [{"path": str(rows)}], "val_data_path": str(rows)}
+    hashes = {
+        load_run_data(DataKeys(**base | {key: value}), needs_dev=True).hashes["training"]
+        for key, value in ({"leak": "warn"} | others).items()
+    }
+    assert len(hashes) == 1
 
 
 def test_a_cause_outside_of_the_trial_is_tried_again_by_the_same_command(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from vembed.plan.devices import GIB, Devices, Machine
 from vembed.plan.memory import ModelSize
 from vembed.plan.plan import Plan, make_plan
 from vembed.plan.problem import DataSize
-from vembed.training.planning import read_back
+from vembed.training.planning import as_begun, read_back
 
 CPU = Machine("cpu", "the CPU", 16 * GIB, 8, fast_bf16=False)
 SIZE = ModelSize.by_formula(
@@ -26,6 +26,18 @@ SIZE = ModelSize.by_formula(
     max_length=128,
     activation_bytes_per_token=100_000,
 )
+
+
+GPU = Machine("cuda", "the GPU", 24 * GIB, 8, fast_bf16=True)
+LARGE = ModelSize.by_formula(
+    num_parameters=3_000_000_000,
+    num_trainable=3_000_000_000,
+    bytes_per_value=4,
+    dimension=2048,
+    max_length=128,
+    activation_bytes_per_token=2_000_000,
+)
+LARGE = replace(LARGE, adapted=replace(LARGE, num_parameters=3_020_000_000, num_trainable=20_000_000))
 
 
 def plan(world_size: int, *overrides: str, memory: int = 16 * GIB) -> tuple[Plan, Any]:
@@ -69,3 +81,35 @@ def test_a_key_that_decides_the_strategy_is_heard_when_it_changes(override: str,
     before, config = plan(2)
     now, changed = plan(2, override)
     assert read_back(now, checkpoint_of(before, config), changed).way.strategy == strategy
+
+
+def test_what_trains_is_the_checkpoints_and_the_ways_are_weighed_for_it() -> None:
+    def large(world_size: int, memory: int, saved: LoadedCheckpoint | None = None) -> tuple[Plan, Any]:
+        config = load_config(None, ["model_name=m", "batch_size=32"]).config
+        machine = replace(GPU, memory_bytes=memory)
+        planned = config if saved is None else as_begun(config, saved)
+        made = make_plan(planned, machine, LARGE, DataSize(1000, 1.0), devices=Devices.of(machine, world_size))
+        return (made if saved is None else read_back(made, saved, config)), config
+
+    def chosen(made: Plan) -> tuple[bool, bool]:
+        """Return whether the plan's own way trains adapters, and whether that fits; both of its candidate."""
+        (candidate,) = [each for each in made.candidates if made.recommends(each)]
+        assert candidate.fits == made.fits
+        return candidate.way.use_lora, candidate.fits
+
+    small, config = large(1, 24 * GIB)
+    many, _ = large(8, 80 * GIB)
+    assert (chosen(small), chosen(many)) == ((True, True), (False, True)), "else this shows nothing"
+    assert chosen(large(8, 80 * GIB, checkpoint_of(small, config))[0]) == (True, True)
+    # All weights of 3 billion parameters train in no memory of 24 GiB, and the plan says so.
+    assert chosen(large(1, 24 * GIB, checkpoint_of(many, config))[0]) == (False, False)
+
+
+def test_a_key_that_the_user_set_is_not_replaced_by_the_checkpoints() -> None:
+    before, config = plan(1, "use_lora=true")
+    saved = checkpoint_of(before, config)
+    for word, expected in (("auto", True), ("false", False), ("true", True)):
+        asked = load_config(None, ["model_name=m", f"use_lora={word}"]).config
+        assert as_begun(asked, saved).use_lora is expected
+    del saved.stamp["plan"]["use_lora"]  # type: ignore[union-attr,attr-defined]
+    assert as_begun(load_config(None, ["model_name=m"]).config, saved).use_lora == "auto"

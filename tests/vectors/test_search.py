@@ -295,6 +295,22 @@ def test_what_cannot_be_searched_is_refused() -> None:
         search_maxsim(rows, rows, k=1, poll=poll)
 
 
+def test_documents_are_checked_once_and_queries_at_each_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, check = [], index.check_finite
+    monkeypatch.setattr(index, "check_finite", lambda rows, what: (checked.append(what), check(rows, what)))
+    documents, queries = random_rows(0, [3, 1, 2]), random_rows(1, [2, 1])
+    searcher = build_searcher(documents, REFERENCE)
+    for _ in range(3):
+        np.testing.assert_array_equal(searcher.search(queries, k=2), search_maxsim(documents, queries, k=2))
+    assert checked.count("query") == 6
+    assert checked.count("document") == 1 + 3
+    bad = Ragged(np.where(np.arange(3)[:, None] == 1, np.inf, queries.values), queries.offsets)
+    with pytest.raises(NonFiniteError, match="1 of 3 query vectors"):
+        searcher.search(bad, k=1)
+    with pytest.raises(NonFiniteError, match="1 of 3 document vectors"):
+        build_searcher(bad, REFERENCE)
+
+
 def wanted_run() -> dict[str, list[str]]:
     encode = encoder_of()
     documents, queries = encode(list(TASK.documents.values()), "document"), encode(list(TASK.queries.values()), "query")

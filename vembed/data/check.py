@@ -27,7 +27,7 @@ from vembed.errors import DataError
 from vembed.text import cut, plural, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from vembed.batch import Item
     from vembed.data.columns import ExtraColumn, LossNeeds, RowShape
@@ -290,10 +290,11 @@ class RowChecker:
 
     Args:
         cells_are_text: The file is CSV or TSV: an empty cell of pictures, negatives, label or a number means none; a
-            cell of negatives that holds a JSON list is that list; and a number is written as a text, as that of a
-            label may be in any file.
+            cell of positives, negatives or pictures that holds a JSON list is that list; and a number is written as a
+            text, as that of a label may be in any file.
         loss: What the rows are trained with, None where they aren't.
         unclear: Gets the numbers among the labels that may say several things.
+        note_list: Called with the column of each cell that was read as a JSON list.
     """
 
     def __init__(
@@ -304,12 +305,14 @@ class RowChecker:
         label_kind: LabelKind = "auto",
         loss: LossNeeds | None = None,
         unclear: UnclearLabels | None = None,
+        note_list: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._images = images
         self._cells_are_text = cells_are_text
         self._label_kind = label_kind
         self._loss = loss
         self._unclear = unclear or UnclearLabels()
+        self._note_list = note_list
 
     def check(self, row: Mapping[str, Any], shape: RowShape, where: str) -> Fields:
         """Return the content of a row, every value checked.
@@ -381,7 +384,8 @@ class RowChecker:
                     f"picture is both in one; drop the text with column_mapping: {{{first}: null}}",
                 )
         column = (first, *rest)[-1]
-        pictures = [image for item in self._pictures(row[column], column, where) for image in pictures_in([item])]
+        items = self._pictures(self._cell(row[column], column, pictures=True), column, where)
+        pictures = [image for item in items for image in pictures_in([item])]
         if not pictures:
             raise Fault(column, "expected a picture, or a list of them, got none")
         return joined_pictures(pictures, text)
@@ -397,7 +401,8 @@ class RowChecker:
                 "corpus of a BEIR folder",
             )
         is_picture = column == shape.positive_image
-        positives = [*(self._pictures(row[column], column, where) if is_picture else _passages(row[column], column))]
+        cell = self._cell(row[column], column, pictures=is_picture)
+        positives = [*(self._pictures(cell, column, where) if is_picture else _passages(cell, column))]
         if not positives:
             raise Fault(column, "no positives")
         title = None if shape.title is None else row[shape.title]
@@ -408,20 +413,14 @@ class RowChecker:
     def _negatives(
         self, row: Mapping[str, Any], shape: RowShape, where: str, positives: Sequence[Item]
     ) -> Sequence[Item]:
-        def cell(column: str) -> Any:
-            """Return a cell of any file; a CSV cell that is "[1]" or "[citation needed]" is a text, '["a"]' a list."""
+        def cell(column: str, *, pictures: bool = False) -> Any:
             value = row[column]
-            if not self._cells_are_text:
-                return value
-            if not value.strip():
-                return None
-            items = _json_list(value)
-            is_list = items is not None and (not items or any(isinstance(item, (str, dict)) for item in items))
-            return items if is_list else value
+            is_blank = self._cells_are_text and not value.strip()
+            return None if is_blank else self._cell(value, column, pictures=pictures)
 
         negatives = [item for column in shape.negatives for item in _passages(cell(column), column)]
         if shape.negative_images is not None:
-            negatives += self._pictures(cell(shape.negative_images), shape.negative_images, where)
+            negatives += self._pictures(cell(shape.negative_images, pictures=True), shape.negative_images, where)
         if not negatives:
             return negatives
 
@@ -443,6 +442,18 @@ class RowChecker:
             except ImageError as error:
                 raise Fault(column, str(error)) from error
         return negatives
+
+    def _cell(self, value: object, column: str, *, pictures: bool) -> object:
+        """Return a cell of items; one of CSV that is '["a"]' is a list, "[1]" or "[citation needed]" a text."""
+        if not (self._cells_are_text and isinstance(value, str)):
+            return value
+        items = _json_list(value)
+        # A picture is a path or an object, and a list of those that make one item; of numbers nothing is an item.
+        kinds = (str, dict, list) if pictures else (str, dict)
+        if items is None or (items and not any(isinstance(item, kinds) for item in items)):
+            return value
+        self._note_list(column)
+        return items
 
     def _pictures(self, value: object, column: str, where: str) -> list[Image | Composed]:
         """Return the items of a cell: a picture or a list of items, each a picture or a list of those that make one.

@@ -112,6 +112,7 @@ class SourceChecker:
             label_kind=self._source.keys.label_kind,
             loss=self._source.training_needs,
             unclear=self._unclear,
+            note_list=lambda column: self.resolver.note_table(f"JSON lists in {column} read as lists"),
         )
 
     def wanted(self, names: Sequence[str]) -> list[str]:

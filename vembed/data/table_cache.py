@@ -49,8 +49,8 @@ LEAST_BYTES = 64 * 2**20
 FREE_SHARE = 2.0
 """Free disk that the cache needs, as a multiple of the files' bytes."""
 
-FORMAT = 4
-"""Raised when the Arrow files change their meaning."""
+FORMAT = 5
+"""Raised when the Arrow files change their meaning, or rows of the same files are read otherwise."""
 
 MANIFEST = "manifest.json"
 

@@ -23,6 +23,9 @@ DEFAULT_PORT: Final = 29500
 _SLURM_PORTS: Final = range(20_000, 30_000)
 """The job's number picks one, so that two jobs on a machine don't meet."""
 
+_MPI_PREFIXES: Final = ("OMPI_COMM_WORLD", "PMI", "MV2_COMM_WORLD")
+"""Beginnings of the variables in which mpirun counts processes: of Open MPI, of MPICH and Intel MPI, of MVAPICH2."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnv:
@@ -88,6 +91,30 @@ def process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
             on_cpu,
         )
     return ProcessEnv(on_cpu=on_cpu)
+
+
+def refuse_copies(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse to be one of several copies that mpirun started: each would run alone, and write the same output.
+
+    What sets WORLD_SIZE, as torchrun on each machine does, makes processes that know each other of copies; so does srun
+    of its tasks, whichever library of MPI it prepares.
+
+    Raises:
+        ConfigError: With the cure.
+    """
+    if "WORLD_SIZE" in environ:
+        return
+    for prefix in _MPI_PREFIXES:
+        count = _number(environ, f"{prefix}_SIZE", 1)
+        # SLURM_NTASKS says nothing: an interactive shell and a batch script have it, and are one process.
+        srun = tuple(_number(environ, name, 0) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
+        if count > 1 and srun != (count, _number(environ, f"{prefix}_RANK", 0)):
+            raise ConfigError(
+                f"mpirun started {count} copies of this command ({prefix}_SIZE is set and WORLD_SIZE isn't), and each "
+                f"of them would run alone and write the same output. Start it once: vembed train starts a process for "
+                f"each device by itself, or start them with accelerate launch or torchrun. Copies that are meant, with "
+                f"an output for each, need WORLD_SIZE=1"
+            )
 
 
 def is_under_accelerate(environ: Mapping[str, str]) -> bool:

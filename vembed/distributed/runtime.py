@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.torch_version import TorchVersion
 
-from vembed.distributed.process_env import ProcessEnv, process_env
+from vembed.distributed.process_env import ProcessEnv, process_env, refuse_copies
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.watchdog import STORE_SECONDS, Watchdog
 from vembed.errors import ConfigError, MachineError
@@ -99,9 +99,11 @@ def start_runtime(
         watchdog: Of whoever reports how this process ends; it watches the other processes from now on.
 
     Raises:
-        ConfigError: The launcher's numbers make no sense, or there are fewer devices or other processes than asked for.
+        ConfigError: The launcher's numbers make no sense, there are fewer devices or other processes than asked for, or
+            this is one of several copies that mpirun started.
         MachineError: The other processes can't be reached.
     """
+    refuse_copies()
     process = process_env()
     if plans_only and not process.is_launched:
         local_world_size = processes_to_start(num_processes)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from vembed.distributed.lock import hold_for_command
-from vembed.distributed.process_env import process_env
+from vembed.distributed.process_env import process_env, refuse_copies
 from vembed.distributed.signals import LeaveNow, StopSignal, stop_behind
 from vembed.distributed.watchdog import LAUNCHER_FOLDER, UNEXPECTED_CODE, Watchdog
 from vembed.errors import ConfigError, ExitCode, VembedError
@@ -154,6 +154,7 @@ def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, w
     # The tokenizers' threads would deadlock in forked data workers; the library warns on each fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        refuse_copies()
         process = process_env()
         if process.world_size > 1 and not in_several:
             several = f"{process.launcher} started {process.world_size} processes"

@@ -136,7 +136,7 @@ def _mine(
     from vembed.pages.write import write_page
     from vembed.vectors.items import corpus_items
     from vembed.vectors.mining import Miner, MiningTask, timed
-    from vembed.workflows.mining import refuse_unwritable, rows_without_positives, write_rows
+    from vembed.workflows.mining import refuse_unwritable, report_folder, rows_without_positives, write_rows
 
     # Every rank encodes its share and reads the shares of the others; the first one alone writes and prints.
     seconds, ranks = dict[str, float](), runtime.ranks
@@ -168,7 +168,7 @@ def _mine(
         verbs = "has nothing to mine below and comes" if alone == 1 else "have nothing to mine below and come"
         notes = [*loaded.notes, *[f"{plural(alone, 'row')} without a positive {verbs} out as before."] * (alone > 0)]
         report = MiningReport(task, mined, options, facts, notes, seconds, command)
-        pages, started = output.with_name(f"{output.stem}-report"), time.perf_counter()
+        pages, started = report_folder(output), time.perf_counter()
 
         def write_report() -> None:
             seconds["write"] = time.perf_counter() - started

@@ -6,7 +6,7 @@ such a section beside it, in its own file (losses/registry.py says what a sectio
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -382,11 +382,45 @@ class DistillationKeys(InfoNCEKeys):
         "mse: between the similarities.",
     )
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "With `distillation_alpha: 0` the keys of InfoNCE have no effect, and with 1 those of the teacher's term.",
+            ("distillation_alpha", "loss_type"),
+            lambda config: _keys_of_a_term_without_weight(config),
+        ),
+    )
+
     @property
     def tile_blocks(self) -> tuple[int, int]:
         """The blocks of InfoNCE, and beside them logits, those of the teacher, and one to compute in."""
         blocks, kept_tiles = super().tile_blocks
         return blocks + 3, kept_tiles
+
+
+def _keys_of_a_term_without_weight(config: Any) -> str:
+    """Name the keys that were set for the term of `distillation` that `distillation_alpha` leaves out."""
+    both = {*TileKeys.model_fields, *PrefixKeys.model_fields}
+    if config.distillation_alpha == 0:
+        names, cure = [name for name in InfoNCEKeys.model_fields if name not in both], "above 0"
+    elif config.distillation_alpha == 1:
+        names, cure = ["distillation_temperature", "distillation_loss_type"], "below 1"
+    else:
+        return ""
+    others = [loss for loss in config.run_loss().sections if loss is not DistillationKeys]
+    elsewhere = {name for loss in others for name in loss.model_fields}  # another loss of the sum reads them
+    idle = [
+        name
+        for name in names
+        if name not in elsewhere
+        and (value := getattr(config, name)) != DistillationKeys.model_fields[name].get_default()
+        and value is not False  # as in `idle_rules`: false asks for nothing
+    ]
+    if not idle:
+        return ""
+    return (
+        f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect with distillation_alpha "
+        f"{config.distillation_alpha:g}; remove {'it' if len(idle) == 1 else 'them'} or set distillation_alpha {cure}"
+    )
 
 
 LARGEST_LOG_SCALE = math.log(MAX_LOGIT_SCALE)

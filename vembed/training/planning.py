@@ -245,6 +245,18 @@ def check_decisions(checkpoint: LoadedCheckpoint) -> None:
             fit(kind, saved[name], where=f"manifest.json: stamp['plan'][{name!r}]")
 
 
+def as_begun(config: Config, checkpoint: LoadedCheckpoint) -> Config:
+    """Return the configuration that a resumed run is planned by: what trains is as the checkpoint's run had chosen.
+
+    Adapters beside a frozen base, or all weights: `auto` may choose otherwise on other hardware, and memory and
+    strategy would be weighed for weights that this run doesn't train.
+    """
+    saved: Any = checkpoint.stamp["plan"]
+    if config.use_lora != "auto" or "use_lora" not in saved:
+        return config
+    return config.model_copy(update={"use_lora": saved["use_lora"]})
+
+
 def read_back(plan: Plan, checkpoint: LoadedCheckpoint, config: Config) -> Plan:
     """Return the plan with the decisions that the checkpoint's run had taken.
 

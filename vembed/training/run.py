@@ -61,7 +61,7 @@ from vembed.training.loop import TrainingLoop
 from vembed.training.model import build_alike, build_encoder, build_loss, refuse_batch_norm, start_alike
 from vembed.training.optimizer import Optimizer, Schedule
 from vembed.training.output import OutputFolder
-from vembed.training.planning import build_plan, check_decisions, read_back
+from vembed.training.planning import as_begun, build_plan, check_decisions, read_back
 from vembed.training.progress import RunClock, measured_step_seconds
 from vembed.training.refresh import hard_batch_bytes, hard_sampler, mining_bytes, refuse_mining
 from vembed.training.saving import PARTS, RunCheckpoints, RunState, check_shape
@@ -204,7 +204,7 @@ def _open(config: Config, runtime: Runtime, output: OutputFolder, mode: Mode, st
 
     # Plan. A resumed run keeps the decisions that change what is trained, whatever machine it is on now.
     words.doing = "making the plan"
-    plan = build_plan(config, runtime, data)
+    plan = build_plan(config if checkpoint is None else as_begun(config, checkpoint), runtime, data)
     if checkpoint is not None:
         plan = read_back(plan, checkpoint, config)
     if data.judged is not None:

@@ -8,7 +8,7 @@
 - "binary": one bit for each dimension of queries and documents, 1 where the number is above 0; the score is
   E - 2 * Hamming distance, the inner product of the signs.
 - Several vectors for each row: score(q, d) = sum over the vectors of q of the largest inner product with a vector of d
-  (`search_maxsim`).
+  (`MaxSimIndex`).
 
 Few bits find candidates in little memory; `rescore` reads the full vectors of those alone, from memory or disk, and
 ranks them as exact search would.
@@ -367,52 +367,83 @@ def search_maxsim(
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return the k documents with the largest MaxSim score for each query, best first.
 
-    The corpus is swept once in blocks of whole documents for a batch of queries, so that memory is one block of
-    products and k hits per query, whatever the size of the corpus.
+    Args and errors are those of `MaxSimIndex`, which serves several searches.
+    """
+    return MaxSimIndex(documents, tie_ranks_D).search(queries, k=k, poll=poll)
+
+
+class MaxSimIndex:
+    """Documents of several vectors each, which are searched exactly where they lie; they are checked once.
 
     Args:
         documents: Vectors of each document, values (all vectors, E), at least one vector a row.
         tie_ranks_D: Of equal scores the document of the lowest rank stands first; None: that of the first row.
-        poll: Called before each batch of queries; it may raise.
-
-    Returns:
-        Scores (Q, k) float32 and document rows (Q, k) int64.
 
     Raises:
         NonFiniteError: A vector holds NaN or infinity.
-        ValueError: A row has no vector, or k is below 1.
+        ValueError: There is no document, or one has no vector.
     """
-    for side, rows in (("document", documents), ("query", queries)):
-        # np.reduceat would give an empty row the first product of the next one.
-        if (rows.lengths == 0).any():
-            raise ValueError(f"{side} row {int(np.argmin(rows.lengths))} has no vector: each has at least one.")
-        check_finite(rows.values, side)
-    num_queries, num_documents = len(queries.lengths), len(documents.lengths)
-    if k < 1 or num_documents == 0:
-        raise ValueError(f"k is {k} and there are {num_documents} documents; both are at least 1.")
-    k = min(k, num_documents)
-    tie_ranks_D = np.arange(num_documents) if tie_ranks_D is None else tie_ranks_D
-    scores_Qk = np.empty((num_queries, k), dtype=np.float32)
-    rows_Qk = np.empty((num_queries, k), dtype=np.int64)
-    for batch in _blocks(queries, QUERY_VECTORS):
-        if poll is not None:
-            poll()
-        # The best k so far (fewer at first), joined by the scores of `waiting` blocks, which begin at document `first`.
-        best = np.empty((batch.stop - batch.start, 0), dtype=np.float32)
-        best_rows, waiting, first = np.empty(best.shape, dtype=np.int64), [], 0
-        for block in _blocks(documents, DOCUMENT_VECTORS):
-            waiting.append(_maxsim(queries, batch, documents, block))
-            if block.stop - first < MERGED_DOCUMENTS and block.stop < num_documents:
-                continue
-            best = np.concatenate([best, *waiting], axis=1)
-            numbers = np.broadcast_to(np.arange(first, block.stop), (len(best), block.stop - first))
-            best_rows, waiting, first = np.concatenate([best_rows, numbers], axis=1), [], block.stop
-            # A full sort by (score, tie rank), so that the answer doesn't depend on where blocks end.
-            order = np.lexsort((tie_ranks_D[best_rows], -best), axis=1)[:, :k]
-            best = np.take_along_axis(best, order, axis=1)
-            best_rows = np.take_along_axis(best_rows, order, axis=1)
-        scores_Qk[batch], rows_Qk[batch] = best, best_rows
-    return scores_Qk, rows_Qk
+
+    def __init__(self, documents: Ragged, tie_ranks_D: NDArray[np.int64] | None = None) -> None:
+        _check_rows(documents, "document")
+        self.ntotal = len(documents.lengths)
+        if not self.ntotal:
+            raise ValueError("there are no documents to search.")
+        self._documents = documents
+        self._tie_ranks_D = np.arange(self.ntotal) if tie_ranks_D is None else tie_ranks_D
+
+    def search(
+        self, queries: Ragged, k: int, *, poll: Callable[[], None] | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return the k documents with the largest MaxSim score for each query, best first.
+
+        The corpus is swept once in blocks of whole documents for a batch of queries, so that memory is one block of
+        products and k hits per query, whatever the size of the corpus.
+
+        Args:
+            k: Hits per query; clipped to D.
+            poll: Called before each batch of queries; it may raise.
+
+        Returns:
+            Scores (Q, k) float32 and document rows (Q, k) int64.
+
+        Raises:
+            NonFiniteError: A query's vector holds NaN or infinity.
+            ValueError: A query has no vector, or k is below 1.
+        """
+        _check_rows(queries, "query")
+        if k < 1:
+            raise ValueError(f"k is {k}; it is at least 1.")
+        num_queries, k = len(queries.lengths), min(k, self.ntotal)
+        scores_Qk = np.empty((num_queries, k), dtype=np.float32)
+        rows_Qk = np.empty((num_queries, k), dtype=np.int64)
+        for batch in _blocks(queries, QUERY_VECTORS):
+            if poll is not None:
+                poll()
+            # The best k so far (fewer at first), joined by the scores of `waiting` blocks, which begin at document
+            # `first`.
+            best = np.empty((batch.stop - batch.start, 0), dtype=np.float32)
+            best_rows, waiting, first = np.empty(best.shape, dtype=np.int64), [], 0
+            for block in _blocks(self._documents, DOCUMENT_VECTORS):
+                waiting.append(_maxsim(queries, batch, self._documents, block))
+                if block.stop - first < MERGED_DOCUMENTS and block.stop < self.ntotal:
+                    continue
+                best = np.concatenate([best, *waiting], axis=1)
+                numbers = np.broadcast_to(np.arange(first, block.stop), (len(best), block.stop - first))
+                best_rows, waiting, first = np.concatenate([best_rows, numbers], axis=1), [], block.stop
+                # A full sort by (score, tie rank), so that the answer doesn't depend on where blocks end.
+                order = np.lexsort((self._tie_ranks_D[best_rows], -best), axis=1)[:, :k]
+                best = np.take_along_axis(best, order, axis=1)
+                best_rows = np.take_along_axis(best_rows, order, axis=1)
+            scores_Qk[batch], rows_Qk[batch] = best, best_rows
+        return scores_Qk, rows_Qk
+
+
+def _check_rows(rows: Ragged, side: str) -> None:
+    # np.reduceat would give an empty row the first product of the next one.
+    if (rows.lengths == 0).any():
+        raise ValueError(f"{side} row {int(np.argmin(rows.lengths))} has no vector: each has at least one.")
+    check_finite(rows.values, side)
 
 
 def _blocks(rows: Ragged, most_vectors: int) -> Iterator[slice]:

@@ -45,6 +45,19 @@ class TeacherKeys(Section):
             lambda config: _teacher_without_reader(config),
         ),
         Rule(
+            "`teacher_model_name` has no effect with `distillation_alpha: 1`, unless something else reads the teacher.",
+            (
+                *("teacher_model_name", "distillation_alpha", "loss_type", "added_losses", "data", "label_kind"),
+                "false_negative_filter",
+            ),
+            lambda config: _teacher_without_weight(config),
+        ),
+        Rule(
+            "`false_negative_filter` has no effect on `cosent` where pairs have scores: it compares these pairs alone.",
+            ("false_negative_filter", "label_kind", "teacher_model_name", "loss_type", "added_losses", "data"),
+            lambda config: _filter_of_scored_pairs(config),
+        ),
+        Rule(
             "`teacher_model_name` must not be a `builtin:` model, which is untrained.",
             ("teacher_model_name",),
             lambda config: (config.teacher_model_name or "").startswith("builtin:"),
@@ -162,6 +175,35 @@ def _teacher_without_reader(config: "Config") -> str:
     return (
         "nothing reads the teacher: set false_negative_filter to teacher or loss_type to distillation, or leave "
         "teacher_model_name out"
+    )
+
+
+def _teacher_without_weight(config: Any) -> str:
+    names = [name for name in loss_names(config) if name in LOSSES]
+    others = any(loss_section(name).reads_teacher for name in names if name != "distillation")
+    is_idle = config.teacher_model_name is not None and "distillation" in names and config.distillation_alpha == 1
+    if not is_idle or others or filters_by_teacher(config) or teacher_gives_scores(config):
+        return ""
+    return (
+        "teacher_model_name has no effect with distillation_alpha 1, which is InfoNCE alone; set loss_type to infonce "
+        "and remove it, or set distillation_alpha below 1"
+    )
+
+
+def _filter_of_scored_pairs(config: Any) -> str:
+    names = [name for name in loss_names(config) if name in LOSSES]
+    readers = [name for name in names if "false_negative_filter" in loss_section(name).model_fields]
+    if readers != ["cosent"] or config.false_negative_filter == "identity":
+        return ""
+    if config.label_kind in ("pair", "grade"):
+        scores = f"label_kind {config.label_kind}"
+    elif teacher_gives_scores(config):
+        scores = "scores of the teacher"
+    else:
+        return ""
+    return (
+        f"false_negative_filter {config.false_negative_filter} has no effect with {scores}: cosent compares the pairs "
+        "with scores alone, and leaves none out; set false_negative_filter to identity"
     )
 
 

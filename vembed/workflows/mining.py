@@ -15,6 +15,7 @@ from vembed.batch import Composed, pictures_in
 from vembed.data.columns import PROVENANCE, WEIGHT_COLUMN
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.files import disk_error, is_folder, new_file
+from vembed.pages.write import refuse_foreign_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,12 +33,15 @@ SUFFIXES = (".jsonl", ".parquet")
 BLOCK_ROWS = 8192
 """Rows that are written at a time."""
 
+REPORT_KEYS = ("near_positives", "queries_with_fewer")
+"""Keys of report.json that tell the report of a mining from others."""
+
 DECIMALS = 6
 """Of a score in the file."""
 
 
 def refuse_output(path: Path, *, overwrite: bool) -> None:
-    """Refuse a file of another kind, or one that is there.
+    """Refuse a file of another kind, or one that is there, or something else than a report at the report's name.
 
     Raises:
         ConfigError: With the fix.
@@ -48,6 +52,12 @@ def refuse_output(path: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"--output {path} is a folder; name a file that ends in {' or '.join(SUFFIXES)}")
     if not overwrite and path.exists():
         raise ConfigError(f"{path} is there; replace it with --overwrite, or choose another file")
+    refuse_foreign_report(report_folder(path), REPORT_KEYS)
+
+
+def report_folder(output: Path) -> Path:
+    """Return the folder of the report of a mining: rows-report/ beside rows.jsonl."""
+    return output.with_name(f"{output.stem}-report")
 
 
 def rows_without_positives(path: Path, records: RecordTable, *, lists_grades: bool) -> NDArray[np.int64]:

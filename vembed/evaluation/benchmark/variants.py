@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import faiss
@@ -29,12 +28,12 @@ from vembed.evaluation.evaluate import EXACT
 from vembed.vectors.encode import rows_of
 from vembed.vectors.index import (
     ExactIndex,
+    MaxSimIndex,
     build_index,
     new_index,
     quantized_index,
     rescore,
     search_index,
-    search_maxsim,
     trained_clusters,
 )
 
@@ -237,11 +236,12 @@ def build_searcher(
 
     Raises:
         ConfigError: FAISS can't build the index for these documents.
+        NonFiniteError: One of several vectors of a document holds NaN or infinity.
     """
     if isinstance(document_vectors_DE, Ragged):
         ragged = document_vectors_DE
         bytes_per_document = ragged.values.nbytes / len(ragged.lengths)
-        return Searcher(partial(search_maxsim, ragged, tie_ranks_D=tie_ranks_D), bytes_per_document)
+        return Searcher(MaxSimIndex(ragged, tie_ranks_D).search, bytes_per_document)
     full_DE, dimension = document_vectors_DE, variant.dimension
 
     def shortened(vectors_NE: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -16,6 +16,7 @@ from vembed.entrypoints.options import ModelOptions, check, parse_words
 from vembed.errors import ConfigError, ExitCode
 from vembed.evaluation.keys import metrics_that_choose
 from vembed.files import clean_beside, home_path
+from vembed.pages.write import refuse_foreign_report
 from vembed.section import Count, option, word
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 WEIGHT_NOISE = 1e-6
 """By which the sum of weights that were written with a few digits may differ from 1."""
+
+REPORT_KEYS = ("chosen", "guards", "points")
+"""Keys of report.json that tell the report of a merge from others."""
 
 
 class MergeOptions(ModelOptions):
@@ -74,6 +78,8 @@ def _run(given: Mapping[str, Any], words: Sequence[str], command: str) -> int:
     options = check(MergeOptions, given)
     _refuse(options)
     output = home_path(options.output)
+    if options.weights is None:
+        refuse_foreign_report(output.with_name(f"{output.name}-report"), REPORT_KEYS)
     work = output.with_name(f".{output.name}.merging")  # keeps the evaluations of the choice until the model is written
 
     def clean() -> None:

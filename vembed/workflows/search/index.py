@@ -29,7 +29,7 @@ from vembed.errors import ConfigError, NonFiniteError
 from vembed.files import BROKEN_ARRAY
 from vembed.text import first_line
 from vembed.vectors.encode import rows_of, values_of
-from vembed.vectors.index import QUANTIZATIONS, read_faiss, rescore, search_index, search_maxsim
+from vembed.vectors.index import QUANTIZATIONS, MaxSimIndex, read_faiss, rescore, search_index, search_maxsim
 from vembed.vectors.store import HEADER_BYTES
 from vembed.workflows.search.format import (
     DOCUMENTS_FILE,
@@ -109,6 +109,7 @@ class SearchIndex:
 
     Raises:
         ConfigError: There is nothing to rescore, or a file is missing or damaged.
+        NonFiniteError: Several vectors of each document are compared with all queries, and one holds NaN or infinity.
     """
 
     def __init__(self, folder: Path, *, rescored: int | None = None, place: Path | None = None) -> None:
@@ -138,6 +139,7 @@ class SearchIndex:
         num_vectors, dim = self.meta.num_vectors or len(self), self.meta.model.dimension
         self._vectors = self._array(VECTORS_FILE, "<f4", (num_vectors, dim))
         self._documents = self._read_documents()
+        self._maxsim = MaxSimIndex(self._documents) if self.meta.compares_all else None
         self._thumbnails: ThumbnailReader | None = None
         if self.meta.num_pictures:
             self._thumbnails = ThumbnailReader(
@@ -166,13 +168,13 @@ class SearchIndex:
             raise ValueError(f"k is {k}; it is at least 1.")
         if not np.isfinite(values_of(vectors)).all():
             raise NonFiniteError("a query's vector holds NaN or infinity: the weights of the model are damaged")
-        if isinstance(vectors, Ragged) and self._index is not None:
-            return [
-                self._hits(*self._by_candidates(vectors.take(np.array([row])), k))
-                for row in range(len(vectors.lengths))
-            ]
         if isinstance(vectors, Ragged):
-            scores_Qk, rows_Qk = search_maxsim(self._documents, vectors, k=k)
+            if self._maxsim is None:
+                return [
+                    self._hits(*self._by_candidates(vectors.take(np.array([row])), k))
+                    for row in range(len(vectors.lengths))
+                ]
+            scores_Qk, rows_Qk = self._maxsim.search(vectors, k)
         else:
             q_QE, k = np.ascontiguousarray(vectors), min(k, len(self))
             scores_Qk, rows_Qk = search_index(self._index, q_QE, k=k * max(1, self._rescored))

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vembed.config.load import load_config, read_overrides
-from vembed.config.names import targets
 from vembed.config.schema import SECTIONS, Config, config_class
 from vembed.distributed.lock import hold_output
 from vembed.distributed.signals import StopSignal
@@ -41,10 +40,11 @@ from vembed.workflows.sweeping.trials import (
     dev_metric,
     dev_value,
     trial_name,
+    tried_keys,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from vembed.workflows.sweeping.keys import SweepKeys
     from vembed.workflows.sweeping.space import Space
@@ -112,7 +112,7 @@ def run_sweep(keys: SweepKeys, path: Path | None, overrides: Sequence[str], comm
             print(f"about {show_duration(seconds)} for the first, {in_all} in all")
             return
         with hold_output(folder):
-            request = Request.of(asked, config, _targets(space)).go_on(folder, config)
+            request = Request.of(asked, config, tried_keys(space)).go_on(folder, config)
             trials = _counted(trials, process, configs, request.steps)
             replace(request, steps={trial.name: trial.steps for trial in trials}).write(folder)
             count, total, line = _amount(keys, trials)
@@ -142,8 +142,8 @@ def _checked_configs(trials: Sequence[Trial], path: Path | None, overrides: Sequ
     from vembed.training.early import refuse_wrong_inputs
     from vembed.training.trackers import refuse_missing_packages
 
-    tried = _targets(trials[0].choice)
-    both = _targets(setting.name for setting in read_overrides(overrides).settings) & tried
+    tried = tried_keys(trials[0].choice)
+    both = tried_keys(setting.name for setting in read_overrides(overrides).settings) & tried
     if both:
         raise ConfigError(f"{', '.join(sorted(both))}: given by --config_override and tried; leave one out")
     configs: dict[str, Config] = {}
@@ -173,11 +173,6 @@ def _checked_configs(trials: Sequence[Trial], path: Path | None, overrides: Sequ
     return configs
 
 
-def _targets(names: Iterable[str]) -> set[str]:
-    """Return the keys that names set, without the part of a mapping."""
-    return {target for name in names for target in targets(name.partition(".")[0])}
-
-
 def _counted(
     trials: Sequence[Trial], process: TrainProcess, configs: Mapping[str, Config], known: Mapping[str, int]
 ) -> list[Trial]:
@@ -198,7 +193,7 @@ def _counted(
         # A plan takes seconds, as it reads the data: a grid over rates and temperatures needs one. Where the batch is
         # what memory holds, any key may change it.
         is_auto = configs[trial.name].batch_size == "auto"
-        deciding = tuple((key, value) for key, value in trial.choice.items() if is_auto or _targets([key]) - leaving)
+        deciding = tuple((key, value) for key, value in trial.choice.items() if is_auto or tried_keys([key]) - leaving)
         if deciding not in planned:
             planned[deciding] = process.steps(trial)
         counted.append(replace(trial, steps=planned[deciding]))

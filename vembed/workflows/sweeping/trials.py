@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from vembed.config.names import targets
 from vembed.config.record import plain_values, resume_differences
+from vembed.data.keys import DataKeys
 from vembed.distributed.lock import LOCK_FILE
 from vembed.errors import ConfigError, DataError, MachineError, VembedError
 from vembed.evaluation.judge import query_values
@@ -29,7 +30,7 @@ from vembed.redact import redact
 from vembed.text import show_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vembed.config.schema import Config
     from vembed.evaluation.results import EvaluationResult
@@ -43,8 +44,22 @@ NAME_CHARACTERS: Final = 80
 _NOBODYS = (LOCK_FILE, "plan.json", "config.yaml")
 """Files that the lock and `--plan` leave in a folder that nothing was trained in."""
 
-_MAKES_ROWS = ("data", "leak", "loss", "added_losses", "max_image", "max_invalid", "teacher")
-"""Beginnings of keys that decide what a trial's training rows hold."""
+LEAVE_ROWS = frozenset(
+    {
+        "source_batches",
+        "source_temperature",
+        "image_augmentation",
+        "image_flip",
+        "retrieval_mode",
+        "num_workers",
+        "prefetch_factor",
+        "drop_last",
+    }
+)
+"""Keys of the section Data that leave the training rows as they are; the others decide what is read or kept."""
+
+ASK_FOR_ROWS = frozenset({"loss_type", "added_losses", "false_negative_filter", "teacher_model_name"})
+"""Keys of other sections by which a loss asks for columns (`Config.loss_needs`), and so for other training rows."""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")
 
@@ -244,6 +259,11 @@ def trial_name(number: int, choice: Choice, *, of: int, ending: str = "") -> str
     return f"{number:0{max(2, len(str(of)))}}_{values[:NAME_CHARACTERS]}{ending}"
 
 
+def tried_keys(names: Iterable[str]) -> set[str]:
+    """Return the keys that names set: those behind an alias, and a mapping for a part of it (`column_mapping.text`)."""
+    return {target for name in names for target in targets(name.partition(".")[0])}
+
+
 def _without_secrets(choice: Choice) -> dict[str, str]:
     return {key: redact(f"{key}={value}").partition("=")[2] for key, value in choice.items()}
 
@@ -316,7 +336,7 @@ def _refuse_other_data(before: Sequence[Outcome], outcome: Outcome) -> None:
     if other is None:
         return
     # Where the training rows themselves are tried they differ on purpose; the sets of the evaluation never do.
-    makes_rows = any(key.startswith(_MAKES_ROWS) for name in outcome.trial.choice for key in targets(name))
+    makes_rows = bool(tried_keys(outcome.trial.choice) & (DataKeys.model_fields.keys() - LEAVE_ROWS | ASK_FOR_ROWS))
     changed = [
         name
         for name, content in outcome.data.items()

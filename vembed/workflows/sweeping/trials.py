@@ -253,10 +253,10 @@ class Trials:
         return outcome
 
 
-def trial_name(number: int, choice: Choice, *, of: int, ending: str = "") -> str:
+def trial_name(number: int, choice: Choice, *, of: int) -> str:
     """Return the name of a trial's folder: its number and its values, as far as a file system takes them."""
     values = "_".join(f"{key}-{_UNSAFE.sub('.', value)}" for key, value in _without_secrets(choice).items())
-    return f"{number:0{max(2, len(str(of)))}}_{values[:NAME_CHARACTERS]}{ending}"
+    return f"{number:0{max(2, len(str(of)))}}_{values[:NAME_CHARACTERS]}"
 
 
 def tried_keys(names: Iterable[str]) -> set[str]:

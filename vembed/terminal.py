@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -35,11 +36,28 @@ def printed_lines(*, to_stderr: bool = False, errors_only: bool) -> Iterator[Non
     # Else the handlers of the program that calls would print each line a second time.
     logger.propagate = False
     try:
-        yield
+        with _unencodable_escaped():
+            yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
+
+
+@contextmanager
+def _unencodable_escaped() -> Iterator[None]:
+    """Print escapes for letters that the encoding of the terminal lacks; Python's own answer ends the run."""
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    before = [stream.errors or "strict" for stream in streams]
+    for stream in streams:
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        for stream, errors in zip(streams, before, strict=True):
+            with open_terminal(stream):  # what is buffered is written first
+                if not stream.closed:
+                    stream.reconfigure(errors=errors)
 
 
 class _TerminalHandler(logging.Handler):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import resource
 import signal
@@ -306,6 +308,21 @@ def test_progress_bars_are_off_in_libraries_that_were_imported_before(monkeypatc
     assert not utils.are_progress_bars_disabled()
     quiet_libraries()
     assert utils.are_progress_bars_disabled()
+
+
+def test_what_a_terminal_cannot_show_is_escaped_and_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+
+    def tell() -> int:
+        print("döner")
+        logging.getLogger("vembed").info("data from \udcff.jsonl")  # a file name that is no UTF-8
+        return 0
+
+    assert run_command(tell) == 0
+    assert shown.errors == "strict", "a program that calls keeps its own"
+    shown.flush()
+    assert shown.buffer.getvalue() == b"d\\xf6ner\ndata from \\udcff.jsonl\n"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("has_run", [True, False], ids=["behind its end", "before it begins"])

@@ -19,7 +19,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["VEMBED_CACHE"] = "never"  # nothing outside of the folders of tests is written
 gc.set_threshold(20_000, 20, 20)  # each full pass visits the million objects that imports leave
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what is tested inherits that
+# What is tested inherits what is ignored: nohup ignores the one, and a shell's background the other.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 SAMPLED_ROOMS = (

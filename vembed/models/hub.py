@@ -49,6 +49,7 @@ from vembed.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -107,6 +108,10 @@ class ModelFiles:
         """Return whether the model is a folder with such a file, damaged or not: what reads it refuses a folder."""
         return self.folder is not None and os.path.lexists(self.folder / file)
 
+    def reading(self) -> AbstractContextManager[None]:
+        """Let a library read the model in the block: a folder as it is, a model of the hub as `hub_or_cache` says."""
+        return nullcontext() if self.folder is not None else hub_or_cache()
+
     def read(self, file: str) -> Path | None:
         """Return the local path of one of the model's files, or None when it has no such file.
 
@@ -121,7 +126,7 @@ class ModelFiles:
         from transformers.utils.hub import cached_file
 
         try:
-            with hub_or_cache():
+            with self.reading():
                 path = cached_file(
                     self.name, file, revision=self.keys.model_revision, _raise_exceptions_for_missing_entries=False
                 )
@@ -292,7 +297,7 @@ class ModelFiles:
         if self.folder is not None:
             check_folder(self.folder / subfolder, weights=self.has_weights)
         try:
-            with nullcontext() if self.folder else hub_or_cache():
+            with self.reading():
                 return auto_class.from_pretrained(
                     self.name,
                     subfolder=subfolder,

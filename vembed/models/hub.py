@@ -355,12 +355,14 @@ def hub_or_cache() -> Iterator[None]:
     """
     from huggingface_hub import constants
 
-    chosen = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = chosen or not _hub_answers(int(time.monotonic()) // SECONDS_PER_ANSWER)
+    if constants.HF_HUB_OFFLINE or _hub_answers(int(time.monotonic()) // SECONDS_PER_ANSWER):
+        yield
+        return
+    constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        constants.HF_HUB_OFFLINE = chosen
+        constants.HF_HUB_OFFLINE = False  # and not what it was: another thread may have set it in the meantime
 
 
 @lru_cache(maxsize=1)

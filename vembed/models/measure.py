@@ -15,7 +15,7 @@ import functools
 import sys
 import weakref
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -152,18 +152,25 @@ def measure_call(build: Callable[[], Encoder], inputs: TowerInputs, target: Prof
     Args:
         build: Makes the encoder on the meta device; a run uses it up.
     """
-
-    def cost(sizes: Counter[int]) -> CallCost:
-        return as_cost(sizes, rows=ROWS, width=inputs.width, fixed=inputs.fixed)
-
     if target.device == "cpu":
         saved, transient = _run(build(), inputs.make(), target)
-        return CallCosts(cost(saved), cost(transient))
+        return CallCosts(_as_cost(saved, inputs), _as_cost(transient, inputs))
+    saved_cost = measure_saved(build, inputs, target)
     with accelerator_attention():
-        saved, _ = _run(build(), inputs.make(), target, backward=False)
         # A backward pass on a device that this machine lacks can't even be faked; it is run as a CPU would.
         _, transient = _run(build(), inputs.make(), replace(target, device="cpu"))
-        return CallCosts(cost(saved), cost(transient))
+    return CallCosts(saved_cost, _as_cost(transient, inputs))
+
+
+def measure_saved(build: Callable[[], Encoder], inputs: TowerInputs, target: ProfileTarget) -> CallCost:
+    """Return what a call keeps for its backward pass: the forward pass tells, in less than half of the time of both."""
+    with nullcontext() if target.device == "cpu" else accelerator_attention():
+        saved, _ = _run(build(), inputs.make(), target, backward=False)
+    return _as_cost(saved, inputs)
+
+
+def _as_cost(sizes: Counter[int], inputs: TowerInputs) -> CallCost:
+    return as_cost(sizes, rows=ROWS, width=inputs.width, fixed=inputs.fixed)
 
 
 def _run(

@@ -17,6 +17,7 @@ import sys
 import traceback
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -29,13 +30,13 @@ from vembed.models.exportable import sample_vectors
 from vembed.models.hub import DTYPES
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder, load_skeleton
-from vembed.models.measure import CallCosts, ProfileTarget, measure_call
+from vembed.models.measure import CallCosts, ProfileTarget, measure_call, measure_saved
 from vembed.models.plannable import WORDS, one_picture, parameters_within
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
 from vembed.registry import plugin_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from torch import Tensor
@@ -279,25 +280,26 @@ def _tower_costs(
         return encoder
 
     def costs(*, checkpointed: bool) -> CallCosts:
-        def run(layers: Mapping[TowerName, int]) -> CallCosts:
-            return measure_call(lambda: build(layers, checkpointed=checkpointed), inputs, target)
+        def cut_to(layers: Mapping[TowerName, int]) -> Callable[[], Encoder]:
+            return partial(build, layers, checkpointed=checkpointed)
 
-        shallow = run(cut)
-        deep = {name: run(cut | {name: 2 * few}) for name, few in cut.items()}  # one tower deeper at a time
+        # All towers short, then one tower deeper at a time. Beyond what is kept, a call takes what its hungriest layer
+        # takes: two layers show as much as all of them, so only the last run has a backward pass.
+        *others, last = [cut, *(cut | {name: 2 * few} for name, few in cut.items())]
+        whole_call = measure_call(cut_to(last), inputs, target)
+        shallow, *deep = [*(measure_saved(cut_to(layers), inputs, target) for layers in others), whole_call.saved]
         saved = {}
         for unit in ("per_token", "per_pair", "per_call"):
-            first = getattr(shallow.saved, unit)
+            first = getattr(shallow, unit)
             # The shallow run has one period of layers; `depth / few` periods keep something, of which one is counted.
             saved[unit] = float(
                 first
                 + sum(
-                    (trained.depth(depths[name][1]) / few - 1) * (getattr(deep[name].saved, unit) - first)
-                    for name, few in cut.items()
+                    (trained.depth(depths[name][1]) / few - 1) * (getattr(deeper, unit) - first)
+                    for (name, few), deeper in zip(cut.items(), deep, strict=True)
                 )
             )
-        # Beyond what is kept, a call takes what its hungriest layer takes: two layers show as much as all of them.
-        last = list(deep.values())[-1] if deep else shallow
-        return CallCosts(CallCost(**saved), last.transient)
+        return CallCosts(CallCost(**saved), whole_call.transient)
 
     plain = costs(checkpointed=False)
     try:

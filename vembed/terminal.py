@@ -47,17 +47,17 @@ def printed_lines(*, to_stderr: bool = False, errors_only: bool) -> Iterator[Non
 @contextmanager
 def _unencodable_escaped() -> Iterator[None]:
     """Print escapes for letters that the encoding of the terminal lacks; Python's own answer ends the run."""
-    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
-    before = [stream.errors or "strict" for stream in streams]
-    for stream in streams:
+    streams = (stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper))
+    strict = [stream for stream in streams if stream.errors == "strict"]  # others escape already, or know how to write
+    for stream in strict:
         stream.reconfigure(errors="backslashreplace")
     try:
         yield
     finally:
-        for stream, errors in zip(streams, before, strict=True):
+        for stream in strict:
             with open_terminal(stream):  # what is buffered is written first
                 if not stream.closed:
-                    stream.reconfigure(errors=errors)
+                    stream.reconfigure(errors="strict")
 
 
 class _TerminalHandler(logging.Handler):

@@ -309,24 +309,28 @@ def test_open_clips_description_that_cant_be_fetched_is_told_in_words() -> None:
         load_skeleton(ModelKeys(model_name="open_clip:hf-hub:owner/absent"))
 
 
-@pytest.mark.parametrize("answers", [True, False])
-def test_the_hub_is_asked_where_it_answers_whatever_it_says(monkeypatch: pytest.MonkeyPatch, *, answers: bool) -> None:
-    class Missing(BaseHTTPRequestHandler):
+@pytest.mark.parametrize("answer", ["an error", "a redirect to nowhere", None])
+def test_the_hub_is_asked_where_it_answers_whatever_it_says(
+    monkeypatch: pytest.MonkeyPatch, answer: str | None
+) -> None:
+    class Answering(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
-            self.send_error(404)
+            self.send_response(404 if answer == "an error" else 302)
+            self.send_header("Location", f"http://127.0.0.1:{free_port()}/")
+            self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
             pass
 
     hub._hub_answers.cache_clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with HTTPServer(("127.0.0.1", 0), Missing) as server:
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        if answers:
-            threading.Thread(target=server.handle_request).start()
-        else:
+        if answer is None:
             server.server_close()
+        else:
+            threading.Thread(target=server.handle_request).start()
         with hub.hub_or_cache():
-            assert is_offline_mode() is not answers
+            assert is_offline_mode() is (answer is None)
         assert not is_offline_mode(), "what others do isn't changed"
     hub._hub_answers.cache_clear()

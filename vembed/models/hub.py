@@ -375,11 +375,12 @@ def _hub_answers(_period: int) -> bool:
     for wait in (0, 1):  # a single request may be lost
         time.sleep(wait)
         try:
-            get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            # Whatever it answers: a mirror may refuse its own address, or lead to one that can't be reached from here.
+            get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT, follow_redirects=False)
         except (network_error, OSError) as error:
             reason = first_line(error)
         else:
-            return True  # whatever it answers
+            return True
     _log.warning("%s can't be reached (%s): models are read from the local cache", constants.ENDPOINT, reason)
     return False
 
